@@ -1,0 +1,55 @@
+# From a bare clone with Python 3.11 or newer: `make train`, `make test`, `make lint`.
+#   PYTHON  the interpreter that the virtual environment is made with
+#   VENV    where it goes
+#   NPROC   processes of `make train`
+#   ARGS    options handed to the training example or to pytest
+PYTHON ?= python3
+VENV ?= .venv
+NPROC ?= 2
+ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Read from the one file that has pins.
+TORCH := $(shell grep '^torch==' requirements-dev.txt)
+TESTS := tests/unit tests/distributed tests/integrations
+
+.PHONY: train test test-fast test-gpu lint format setup clean
+.DEFAULT_GOAL := test
+
+train: setup
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc_per_node $(NPROC) examples/train_lm.py $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(TESTS) $(ARGS)
+
+test-fast: setup
+	$(BIN)/python -m pytest $(TESTS) -m "not slow" $(ARGS)
+
+# The distributed tests once more over NCCL, all ranks on the first GPU.
+test-gpu: setup
+	$(BIN)/python -m pytest tests/gpu $(ARGS)
+	YA_FSDP_TEST_NCCL=1 $(BIN)/python -m pytest tests/distributed $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+setup: $(STAMP)
+
+$(STAMP): requirements-dev.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
