@@ -1,0 +1,1 @@
+"""Fully sharded data parallelism for PyTorch over flat, ragged, zero-copy shards."""
