@@ -18,7 +18,7 @@ def _options(kind: type[Any]) -> Any:
     return options
 
 
-_GATHER_OPTIONS = _options(dist.AllgatherOptions)
+_GATHER_OPTIONS = _options(dist.distributed_c10d.AllgatherOptions)  # type: ignore[attr-defined]
 _SCATTER_OPTIONS: dict[Any, Any] = {}
 
 
@@ -37,7 +37,7 @@ def reduce_scatter_flat(output: Tensor, input: Tensor, op: Any, group: dist.Proc
     """Flat reduce-scatter on the current stream; see :func:`all_gather_flat` for the reason."""
     options = _SCATTER_OPTIONS.get(op)
     if options is None:
-        options = _SCATTER_OPTIONS[op] = _options(dist.ReduceScatterOptions)
+        options = _SCATTER_OPTIONS[op] = _options(dist.distributed_c10d.ReduceScatterOptions)
         options.reduceOp = op
     work = group._reduce_scatter_base(output, input, options)
     if work is not None:
@@ -63,3 +63,71 @@ def set_version_counters(tensors: tuple[Tensor, ...], versions: tuple[int, ...])
     """Sets autograd's version counters, so that its own check finds a reused buffer; no public name."""
     if tensors:
         torch._C._autograd._unsafe_set_version_counter(tensors, versions)
+
+
+def storage_use_count(tensor: Tensor) -> int:
+    """Tensors that share the memory of ``tensor``; no public name exists."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+# ---- ragged tensors -----------------------------------------------------------------------------
+
+from torch.distributed.tensor import DTensor  # noqa: E402
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # noqa: E402
+from torch.optim.optimizer import (  # noqa: E402
+    _foreach_supported_types as _optimizer_foreach_types,
+)
+from torch.utils._foreach_utils import (  # noqa: E402
+    _foreach_supported_types as _utility_foreach_types,
+)
+
+# Before 2.13 the C++ fast path for DTensor ignores a subclass's own __torch_dispatch__.
+DTENSOR_SUBCLASS_OK = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+
+DTENSOR_BASE: Any = DTensor if DTENSOR_SUBCLASS_OK else Tensor
+
+# Without it a plain result, such as a norm, would be cast to the subclass; no public name exists.
+disabled_torch_function = torch._C._disabled_torch_function_impl
+
+
+def make_spec(mesh: Any, placements: Any, shape: Any, stride: Any, dtype: torch.dtype) -> Any:
+    """The layout description that a DTensor carries; no public constructor exists."""
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
+
+
+def respec(spec: Any, shape: Any, stride: Any, dtype: torch.dtype) -> Any:
+    """The same layout with other tensor metadata, without the constructor's checks (6 us)."""
+    new = DTensorSpec.__new__(DTensorSpec)
+    new.__dict__.update(spec.__dict__)
+    new.__dict__["tensor_meta"] = TensorMeta(shape, stride, dtype)
+    new.__dict__["_hash"] = None
+    return new
+
+
+def new_sharded_tensor(cls: Any, local: Tensor, spec: Any, requires_grad: bool) -> Any:
+    """A wrapper subclass of ``DTENSOR_BASE``; DTensor's own constructor costs 24 us in wrappers."""
+    if DTENSOR_SUBCLASS_OK:
+        return Tensor._dtensor__new__(
+            cls, local, spec, requires_grad=requires_grad
+        )
+    meta = spec.tensor_meta
+    # The public way to subclass with a foreign shape is to use this private constructor.
+    tensor = Tensor._make_wrapper_subclass(
+        cls,
+        meta.shape,
+        strides=meta.stride,
+        dtype=local.dtype,
+        device=local.device,
+        layout=local.layout,
+        requires_grad=requires_grad,
+    )
+    tensor._local_tensor = local
+    tensor._spec = spec
+    return tensor
+
+
+def allow_foreach(cls: Any) -> None:
+    """Lets optimizers and clip_grad_norm_ choose their foreach code; they ask for exact types."""
+    for types in (_optimizer_foreach_types, _utility_foreach_types):
+        if cls not in types:
+            types.append(cls)

@@ -1,0 +1,337 @@
+"""The sharded parameter: a DTensor whose pieces are contiguous and of unequal size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from math import prod
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from ya_fsdp._torch import (
+    DTENSOR_BASE,
+    allow_foreach,
+    disabled_torch_function,
+    make_spec,
+    new_sharded_tensor,
+    respec,
+)
+from ya_fsdp.ragged_placement import RaggedShard, make_placement
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+OPERATORS: dict[Any, Handler] = {}
+"""What each aten overload does with ragged tensors, filled by the files of operators."""
+
+
+class RaggedShardDTensor(DTENSOR_BASE):  # type: ignore[misc]
+    """A tensor of which every rank of one mesh axis owns a contiguous range of elements.
+
+    It has the whole tensor's shape and holds this rank's piece: N-D for a ``RowRaggedShard``, flat
+    for a ``FlatRaggedShard``. Operators that are the same for every element, the update rules of
+    ``torch.optim``, norms and full reductions are defined; any other raises
+    ``NotImplementedError``. Reductions communicate at once and return a plain tensor that is the
+    same on every rank, so every rank has to call them.
+
+    Autograd does not pass through the operators and ``to_local``: use it as a leaf parameter whose
+    ``grad`` is assigned.
+
+    From torch 2.13 on it is a ``DTensor``; before, torch does not let a ``DTensor`` subclass
+    define its operators, and it is a plain ``torch.Tensor`` subclass with the same methods.
+
+    Build one with :func:`new_ragged`, :func:`distribute_ragged` or :meth:`from_full`.
+    """
+
+    _local_tensor: Tensor
+    _spec: Any
+
+    __torch_function__ = disabled_torch_function
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        handler = OPERATORS.get(func)
+        if handler is None:
+            raise NotImplementedError(
+                f"{func} is not defined for a RaggedShardDTensor. Use .to_local() to work on this "
+                "rank's piece, or .full_tensor() (on every rank) to work on the whole tensor."
+            )
+        return handler(func, args, kwargs or {})
+
+    @classmethod
+    def from_full(
+        cls,
+        full: Tensor,
+        mesh: DeviceMesh,
+        placement: RaggedShard | Sequence[Placement],
+        *,
+        requires_grad: bool = False,
+    ) -> RaggedShardDTensor:
+        """Takes this rank's piece of a whole tensor, without communication.
+
+        Args:
+            full: The whole tensor, the same on every rank.
+            mesh: The device mesh.
+            placement: The ragged placement of a 1-D mesh, or one placement for each mesh axis.
+            requires_grad: Whether the result is a leaf that requires gradients.
+
+        Returns:
+            A tensor of ``full``'s shape and dtype, whose piece shares no memory with ``full``.
+        """
+        placements = (placement,) if isinstance(placement, RaggedShard) else tuple(placement)
+        axis = ragged_axis(placements)  # type: ignore[arg-type]
+        piece = placements[axis].local_slice(full.detach(), mesh_rank(mesh, axis))  # type: ignore[union-attr]
+        local = piece.clone(memory_format=torch.contiguous_format)
+        return new_ragged(local, mesh, placements, full.shape, requires_grad=requires_grad)  # type: ignore[arg-type]
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh that the tensor is spread over."""
+        return cast(DeviceMesh, self._spec.mesh)
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One placement for each mesh axis."""
+        return cast("tuple[Placement, ...]", self._spec.placements)
+
+    @property
+    def ragged_axis(self) -> int:
+        """The mesh axis over which the tensor is cut."""
+        return ragged_axis(self._spec.placements)
+
+    @property
+    def ragged_placement(self) -> RaggedShard:
+        """The placement on :attr:`ragged_axis`."""
+        return cast(RaggedShard, self._spec.placements[self.ragged_axis])
+
+    @property
+    def ragged_rank(self) -> int:
+        """This process's rank on :attr:`ragged_axis`."""
+        return mesh_rank(self._spec.mesh, self.ragged_axis)
+
+    @property
+    def ragged_group(self) -> dist.ProcessGroup:
+        """The process group of :attr:`ragged_axis`."""
+        return cast(DeviceMesh, self._spec.mesh).get_group(self.ragged_axis)
+
+    def like(self, local: Tensor, *, requires_grad: bool = False) -> RaggedShardDTensor:
+        """A tensor of the same shape, mesh and placements with another piece.
+
+        Args:
+            local: A piece of the shape of this tensor's piece, of any dtype and device.
+            requires_grad: Whether the result is a leaf that requires gradients.
+        """
+        spec = self._spec
+        meta = spec.tensor_meta
+        if local.dtype != meta.dtype:
+            spec = respec(spec, meta.shape, meta.stride, local.dtype)
+        return _wrap(local, spec, requires_grad)
+
+    def to_local(self, *, grad_placements: Any = None) -> Tensor:
+        """This rank's piece itself: N-D for a row cut, flat for an element cut."""
+        return self._local_tensor
+
+    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
+        """Gathers the whole tensor on every rank; every rank of the mesh axis has to call it."""
+        local = self._local_tensor
+        if local.is_meta:
+            return local.new_empty(self.shape)
+        return self.ragged_placement.gather(local.detach(), self.shape, self.ragged_group)
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        **options: Any,
+    ) -> Any:
+        """Changes the placement by way of the whole tensor.
+
+        Args:
+            device_mesh: Has to be the tensor's own mesh when given.
+            placements: One placement for each mesh axis. The ragged axis may become
+                ``Replicate``, ``Shard`` or another ragged placement.
+            **options: ``async_op`` is accepted and ignored; a ``forward_dtype`` casts.
+
+        Returns:
+            A stock ``DTensor``, or a ``RaggedShardDTensor`` for a ragged placement.
+
+        Raises:
+            ValueError: If the mesh differs or the placements do not fit it.
+            NotImplementedError: For any other change.
+        """
+        mesh = self.device_mesh
+        if device_mesh is not None and device_mesh != mesh:
+            raise ValueError(f"cannot redistribute from {mesh} to another mesh, {device_mesh}")
+        if placements is None or len(placements) != len(self.placements):
+            raise ValueError(f"one placement for each axis of {mesh} is needed, got {placements}")
+        dtype = options.get("forward_dtype") or self.dtype
+        source = self if dtype == self.dtype else self.like(self._local_tensor.to(dtype))
+        target = tuple(placements)
+        if target == self.placements:
+            return source
+        full = source.full_tensor()
+        if any(isinstance(placement, RaggedShard) for placement in target):
+            return RaggedShardDTensor.from_full(full, mesh, target)
+        if not all(type(placement) in (Replicate, Shard) for placement in target):
+            raise NotImplementedError(f"redistribute from {self.placements} to {target}")
+        replicated = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return replicated.redistribute(mesh, target)
+
+    def data_ptr(self) -> int:
+        """Address of this rank's piece; for an empty piece a number no other tensor has."""
+        return self._local_tensor.data_ptr()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        name = "Parameter of RaggedShardDTensor" if self._is_parameter else "RaggedShardDTensor"
+        return (
+            f"{name}(local_tensor={self._local_tensor}, shape={tuple(self.shape)}, "
+            f"device_mesh={self.device_mesh}, placements={self.placements})"
+        )
+
+    @property
+    def _is_parameter(self) -> bool:
+        # torch.nn.Parameter marks instances of other tensor classes so.
+        return bool(getattr(self, "_is_param", False))
+
+
+allow_foreach(RaggedShardDTensor)
+
+
+def new_ragged(
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: Sequence[int],
+    stride: Sequence[int] | None = None,
+    requires_grad: bool = False,
+) -> RaggedShardDTensor:
+    """Makes a ragged tensor from this rank's piece, without communication or copy.
+
+    Args:
+        local: This rank's piece, ``(rows, *shape[1:])`` for a row cut and flat for an element cut.
+        mesh: The device mesh.
+        placements: One for each mesh axis: a ``RaggedShard`` and otherwise ``Replicate``.
+        shape: Shape of the whole tensor.
+        stride: Strides of the whole tensor, row-major if left out. Others are refused.
+        requires_grad: Whether the result is a leaf that requires gradients.
+
+    Raises:
+        ValueError: If the piece, the placements or the strides do not fit the shape and mesh.
+    """
+    shape = torch.Size(shape)
+    axis = ragged_axis(placements)
+    placement = cast(RaggedShard, placements[axis])
+    if placement.world_size != mesh.size(axis) or len(placements) != mesh.ndim:
+        raise ValueError(f"placements {placements} do not fit the mesh {mesh}")
+    if placement.numel != prod(shape):
+        raise ValueError(f"{placement} does not place the {prod(shape)} elements of {shape}")
+    expected = placement.local_shape(shape, mesh_rank(mesh, axis))
+    if tuple(local.shape) != expected:
+        raise ValueError(f"a piece of shape {expected} is needed, got {tuple(local.shape)}")
+    row_major = contiguous_stride(shape)
+    if stride is not None and tuple(stride) != row_major:
+        raise ValueError(f"only row-major tensors can be cut, got strides {tuple(stride)}")
+    if local.requires_grad:
+        local = local.detach()
+    return _wrap(local, make_spec(mesh, placements, shape, row_major, local.dtype), requires_grad)
+
+
+def distribute_ragged(
+    full: Tensor, mesh: DeviceMesh, granularity: Literal["auto", "row", "element"] | int = "auto"
+) -> RaggedShardDTensor:
+    """Cuts a whole tensor as evenly as the granularity allows over the last mesh axis.
+
+    Args:
+        full: The whole tensor, the same on every rank; no data is sent.
+        mesh: The device mesh; over axes other than the last one the tensor is replicated.
+        granularity: What no cut may divide: a dim-0 ``"row"``, an ``"element"``, or a block of
+            that many elements. ``"auto"`` takes rows where the largest piece grows by at most 1 %.
+
+    Returns:
+        A tensor whose piece shares no memory with ``full``.
+
+    Raises:
+        ValueError: If the granularity is none of these.
+    """
+    world_size, numel = mesh.size(mesh.ndim - 1), full.numel()
+    row_size = max(prod(full.shape[1:]), 1)
+    if granularity == "auto":
+        by_row, by_element = _even_bounds(numel, world_size, row_size), -(-numel // world_size)
+        largest = max(b - a for a, b in pairwise(by_row))
+        granularity = "row" if largest <= 1.01 * by_element else "element"
+    blocks: dict[Any, int] = {"row": row_size, "element": 1}
+    block = granularity if isinstance(granularity, int) else blocks.get(granularity, 0)
+    if block < 1:
+        raise ValueError(f"granularity is 'auto', 'row', 'element' or a size, got {granularity!r}")
+    placement = make_placement(_even_bounds(numel, world_size, block), full.shape)
+    placements = (*(Replicate() for _ in range(mesh.ndim - 1)), placement)
+    return RaggedShardDTensor.from_full(full, mesh, placements)  # type: ignore[arg-type]
+
+
+def ragged_axis(placements: Sequence[Placement]) -> int:
+    """The mesh axis with the ragged placement.
+
+    Raises:
+        ValueError: If there is not exactly one, or another axis is not replicated.
+    """
+    found = -1
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, RaggedShard):
+            if found >= 0:
+                raise ValueError(f"only one mesh axis may be ragged, got {placements}")
+            found = axis
+        elif not placement.is_replicate():
+            raise ValueError(f"the other axes of a ragged tensor are Replicate, got {placements}")
+    if found < 0:
+        raise ValueError(f"one mesh axis has to be ragged, got {placements}")
+    return found
+
+
+def mesh_rank(mesh: DeviceMesh, axis: int) -> int:
+    """This process's rank on ``axis``.
+
+    Raises:
+        ValueError: If the process is not part of the mesh.
+    """
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(f"rank {dist.get_rank()} is not part of {mesh}")
+    return coordinate[axis]
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides of ``shape``."""
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * max(shape[dim + 1], 1)
+    return tuple(strides)
+
+
+def _even_bounds(numel: int, world_size: int, block: int) -> list[int]:
+    blocks = -(-numel // block)
+    return [min(blocks * rank // world_size * block, numel) for rank in range(world_size + 1)]
+
+
+def _wrap(local: Tensor, spec: Any, requires_grad: bool) -> RaggedShardDTensor:
+    if local.numel() == 0 and "data_ptr" not in local.__dict__:
+        # Helpers that match parameters by address would take all empty pieces for one.
+        local.data_ptr = _object_address(local)  # type: ignore[method-assign]
+    return cast(
+        RaggedShardDTensor, new_sharded_tensor(RaggedShardDTensor, local, spec, requires_grad)
+    )
+
+
+def _object_address(local: Tensor) -> Callable[[], int]:
+    address = id(local)
+    return lambda: address
