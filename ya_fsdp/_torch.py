@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +64,21 @@ def set_version_counters(tensors: tuple[Tensor, ...], versions: tuple[int, ...])
     """Sets autograd's version counters, so that its own check finds a reused buffer; no public name."""
     if tensors:
         torch._C._autograd._unsafe_set_version_counter(tensors, versions)
+
+
+def bump_version_counters(tensors: tuple[Tensor, ...]) -> None:
+    """Advances autograd's version counters by one edit each."""
+    set_version_counters(tensors, tuple(t._version + 1 for t in tensors))
+
+
+def view_base(tensor: Tensor) -> Tensor | None:
+    """The tensor that ``tensor`` is a differentiable view of; ``_base`` has no public name."""
+    return tensor._base
+
+
+def post_accumulate_hooks(param: Tensor) -> dict[int, Callable[[Tensor], None]] | None:
+    """Hooks a user registered with ``register_post_accumulate_grad_hook``."""
+    return getattr(param, "_post_accumulate_grad_hooks", None)
 
 
 def storage_use_count(tensor: Tensor) -> int:
@@ -131,3 +147,32 @@ def allow_foreach(cls: Any) -> None:
     for types in (_optimizer_foreach_types, _utility_foreach_types):
         if cls not in types:
             types.append(cls)
+
+
+def op_overloads(name: str) -> dict[str, Any]:
+    """The aten operator's overloads; many names that optimizers use begin with an underscore."""
+    packet = getattr(torch.ops.aten, name, None)
+    return {} if packet is None else {own: getattr(packet, own) for own in packet.overloads()}
+
+
+@functools.cache
+def writes_its_input(func: Any) -> bool:
+    """Whether an operator changes its first argument; only the private schema tells."""
+    info = func._schema.arguments[0].alias_info if func._schema.arguments else None
+    return info is not None and bool(info.is_write)
+
+
+@functools.cache
+def argument_names(func: Any) -> tuple[str, ...]:
+    """Names of an operator's arguments; only the private schema tells."""
+    return tuple(argument.name for argument in func._schema.arguments)
+
+
+def decompose(func: Any, args: Any, kwargs: Any) -> Any:
+    """Runs an operator by its parts, or ``NotImplemented``; inference mode skips this otherwise."""
+    return func.decompose(*args, **kwargs)
+
+
+def foreach_norm(tensors: list[Tensor], p: float, dtype: torch.dtype | None) -> tuple[Tensor, ...]:
+    """Norms of many tensors in a few kernels; the public functions take one tensor."""
+    return torch._foreach_norm(tensors, p, dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from itertools import pairwise
 from math import prod
 from typing import Any, Literal, cast
@@ -17,11 +18,13 @@ from torch.distributed.tensor.placement_types import Placement
 from ya_fsdp._torch import (
     DTENSOR_BASE,
     allow_foreach,
+    decompose,
     disabled_torch_function,
     make_spec,
     new_sharded_tensor,
     respec,
 )
+from ya_fsdp.ragged_checkpoint import chunk_view, chunks, write_items
 from ya_fsdp.ragged_placement import RaggedShard, make_placement
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -63,6 +66,10 @@ class RaggedShardDTensor(DTENSOR_BASE):  # type: ignore[misc]
     ) -> Any:
         handler = OPERATORS.get(func)
         if handler is None:
+            # Inference mode hands over operators whole that are otherwise made of others.
+            result = decompose(func, args, kwargs or {})
+            if result is not NotImplemented:
+                return result
             raise NotImplementedError(
                 f"{func} is not defined for a RaggedShardDTensor. Use .to_local() to work on this "
                 "rank's piece, or .full_tensor() (on every rank) to work on the whole tensor."
@@ -138,6 +145,20 @@ class RaggedShardDTensor(DTENSOR_BASE):  # type: ignore[misc]
             spec = respec(spec, meta.shape, meta.stride, local.dtype)
         return _wrap(local, spec, requires_grad)
 
+    def with_shape(self, shape: Sequence[int]) -> RaggedShardDTensor:
+        """The same elements, cut at the same bounds, seen in another shape; memory is shared.
+
+        Args:
+            shape: A shape of the same number of elements; one length may be -1.
+        """
+        shape = torch.empty(self.shape, device="meta").view(*shape).shape
+        axis, rank = self.ragged_axis, self.ragged_rank
+        placements = list(self.placements)
+        placement = make_placement(self.ragged_placement.bounds, shape)
+        placements[axis] = placement  # type: ignore[call-overload]
+        local = self._local_tensor.view(placement.local_shape(shape, rank))
+        return new_ragged(local, self.device_mesh, tuple(placements), shape)
+
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
         """This rank's piece itself: N-D for a row cut, flat for an element cut."""
         return self._local_tensor
@@ -193,16 +214,50 @@ class RaggedShardDTensor(DTENSOR_BASE):  # type: ignore[misc]
         return self._local_tensor.data_ptr()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        name = "Parameter of RaggedShardDTensor" if self._is_parameter else "RaggedShardDTensor"
         return (
-            f"{name}(local_tensor={self._local_tensor}, shape={tuple(self.shape)}, "
+            f"RaggedShardDTensor(local_tensor={self._local_tensor}, shape={tuple(self.shape)}, "
             f"device_mesh={self.device_mesh}, placements={self.placements})"
         )
 
-    @property
-    def _is_parameter(self) -> bool:
+    def __deepcopy__(self, memo: dict[int, Any]) -> RaggedShardDTensor:
+        if id(self) not in memo:
+            copy = self._as_me(self.like(self._local_tensor.clone()), self.requires_grad)
+            memo[id(self)] = copy
+            if self.grad is not None:
+                copy.grad = deepcopy(self.grad, memo)
+        return cast(RaggedShardDTensor, memo[id(self)])
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # By value of the piece: the placements and the mesh say which piece it is.
+        parameter = bool(getattr(self, "_is_param", False))
+        state = (self._local_tensor, self.device_mesh, self.placements, tuple(self.shape))
+        return rebuild_ragged, (*state, self.requires_grad, parameter)
+
+    def _as_me(self, tensor: RaggedShardDTensor, requires_grad: bool) -> Any:
+        """``tensor`` as a parameter if this is one."""
         # torch.nn.Parameter marks instances of other tensor classes so.
-        return bool(getattr(self, "_is_param", False))
+        if getattr(self, "_is_param", False):
+            return torch.nn.Parameter(tensor, requires_grad=requires_grad)
+        return tensor.requires_grad_(requires_grad)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["_local_tensor"], (self._spec, self.requires_grad)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
+    ) -> RaggedShardDTensor:
+        spec, requires_grad = context
+        return _wrap(inner["_local_tensor"], spec, requires_grad)
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        return write_items(self, fqn)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return chunks(self)
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        return chunk_view(self, index)
 
 
 allow_foreach(RaggedShardDTensor)
@@ -245,6 +300,21 @@ def new_ragged(
     if local.requires_grad:
         local = local.detach()
     return _wrap(local, make_spec(mesh, placements, shape, row_major, local.dtype), requires_grad)
+
+
+def rebuild_ragged(
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: tuple[int, ...],
+    requires_grad: bool,
+    parameter: bool,
+) -> RaggedShardDTensor:
+    """Makes a ragged tensor from what pickle has kept of one."""
+    tensor = new_ragged(local, mesh, placements, shape)
+    if parameter:
+        return cast(RaggedShardDTensor, torch.nn.Parameter(tensor, requires_grad=requires_grad))
+    return cast(RaggedShardDTensor, tensor.requires_grad_(requires_grad))
 
 
 def distribute_ragged(
