@@ -10,6 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# Operators on lists of tensors have no public names; one launch serves many tensors.
+foreach_add_ = torch._foreach_add_
+foreach_copy_ = torch._foreach_copy_
+foreach_zero_ = torch._foreach_zero_
+
+# Calling a function on a tensor subclass as if it were a plain tensor; no public name exists.
+without_torch_function = torch._C.DisableTorchFunctionSubclass
+version_getter = Tensor._version.__get__
+
 # ---- engine: collectives, autograd engine, version counters ------------------------------------
 
 
@@ -123,9 +132,7 @@ def respec(spec: Any, shape: Any, stride: Any, dtype: torch.dtype) -> Any:
 def new_sharded_tensor(cls: Any, local: Tensor, spec: Any, requires_grad: bool) -> Any:
     """A wrapper subclass of ``DTENSOR_BASE``; DTensor's own constructor costs 24 us in wrappers."""
     if DTENSOR_SUBCLASS_OK:
-        return Tensor._dtensor__new__(
-            cls, local, spec, requires_grad=requires_grad
-        )
+        return Tensor._dtensor__new__(cls, local, spec, requires_grad=requires_grad)
     meta = spec.tensor_meta
     # The public way to subclass with a foreign shape is to use this private constructor.
     tensor = Tensor._make_wrapper_subclass(

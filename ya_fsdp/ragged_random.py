@@ -58,7 +58,7 @@ def copy_into(target: Tensor, source: Tensor, non_blocking: bool = False) -> Non
         return
     local = target._local_tensor
     if is_cut_alike(target, source):
-        local.copy_(source._local_tensor, non_blocking)  # type: ignore[attr-defined]
+        local.copy_(source.to_local(), non_blocking)  # type: ignore[attr-defined]
         return
     whole = source.full_tensor() if hasattr(source, "full_tensor") else source
     if whole.numel() == 1:
@@ -77,9 +77,9 @@ def _copy_out(target: Tensor, source: Tensor, non_blocking: bool) -> None:
 
 
 def is_cut_alike(first: RaggedShardDTensor, other: object) -> bool:
-    """Whether ``other`` is a ragged tensor whose pieces correspond to those of ``first``."""
+    """Whether ``other`` is a distributed tensor whose pieces correspond to those of ``first``."""
     return (
-        isinstance(other, RaggedShardDTensor)
+        isinstance(other, (RaggedShardDTensor, DTensor))
         and first.placements == other.placements
         and first.shape == other.shape
         and first.device_mesh == other.device_mesh
@@ -95,7 +95,7 @@ def _foreach_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
             pieces[1].append(source)
         elif isinstance(target, RaggedShardDTensor) and is_cut_alike(target, source):
             pieces[0].append(target._local_tensor)
-            pieces[1].append(source._local_tensor)
+            pieces[1].append(source.to_local())
         else:
             copy_into(target, source)
     if pieces[0]:

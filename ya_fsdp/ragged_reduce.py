@@ -225,7 +225,7 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if first.shape != other.shape:
         return False
     if is_cut_alike(first, other):
-        other_piece = other._local_tensor
+        other_piece = other.to_local()
     else:
         whole = other.full_tensor() if hasattr(other, "full_tensor") else other
         other_piece = first.ragged_placement.local_slice(whole, first.ragged_rank)

@@ -17,6 +17,7 @@ TOP = "__init__"
 # An import goes to a lower floor, or along one of ARROWS. A new file gets its place here first.
 FLOORS = {
     "fully_shard": 5,
+    "module": 5,
     "checkpoint": 5,
     "wrapper": 5,
     "build": 4,
@@ -29,6 +30,7 @@ FLOORS = {
     "param": 2,
     "mesh": 1,
     "buffers": 1,
+    "tree": 0,
     "collectives": 1,
     "streams": 1,
     "ragged": 1,
@@ -43,6 +45,7 @@ FLOORS = {
     "_version": -1,
 }
 ARROWS = {
+    ("fully_shard", "module"),
     ("build", "hooks"),
     ("schedule", "reducer"),
     ("unit", "group"),

@@ -1,0 +1,121 @@
+"""Persistent byte slots that units lease while their parameters are gathered or reduced.
+
+A slot is one allocation that many units use in turn. It knows who holds it (``holder``), whose
+bytes lie in it (``content``, which may outlive the hold), and the event after which the previous
+holder's kernels have finished. Slots are made on the compute stream, so memory given back to the
+allocator is reused in that stream's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SLOT_ALIGNMENT = 256
+"""Bytes to which every range inside a slot is rounded (covers any dtype and vector load)."""
+
+
+def aligned(num_bytes: int) -> int:
+    """Rounds a number of bytes up to ``SLOT_ALIGNMENT``."""
+    return (num_bytes + SLOT_ALIGNMENT - 1) // SLOT_ALIGNMENT * SLOT_ALIGNMENT
+
+
+class Slot:
+    """One persistent buffer of bytes, leased by one holder at a time.
+
+    Args:
+        num_bytes: Size of the buffer.
+        allocate: Makes a flat ``uint8`` tensor of that many bytes.
+    """
+
+    __slots__ = ("buffer", "content", "free_event", "holder", "num_bytes", "stamp", "views")
+
+    def __init__(self, num_bytes: int, allocate: Callable[[int], Tensor]) -> None:
+        self.num_bytes = num_bytes
+        # Inference tensors could not be written by a later training step.
+        with torch.inference_mode(False):
+            self.buffer = allocate(num_bytes)
+        self.holder: Any = None
+        self.content: Any = None
+        self.stamp = -1
+        self.free_event: Any = None
+        self.views: dict[Any, Any] = {}
+
+    def view(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat view of ``numel`` elements of ``dtype`` that starts ``offset`` bytes in."""
+        with torch.inference_mode(False):
+            return self.buffer[offset : offset + numel * dtype.itemsize].view(dtype)
+
+    @property
+    def resident(self) -> bool:
+        """Whether the bytes are allocated (see :meth:`free_storage`)."""
+        return self.buffer.untyped_storage().nbytes() >= self.num_bytes
+
+    def free_storage(self) -> None:
+        """Gives the bytes back to the allocator; views stay valid objects without memory."""
+        self.buffer.untyped_storage().resize_(0)
+        self.content = None
+
+    def alloc_storage(self) -> None:
+        """Takes the bytes again after :meth:`free_storage`; every earlier view sees them."""
+        if not self.resident:
+            self.buffer.untyped_storage().resize_(self.num_bytes)
+
+
+@dataclass(frozen=True)
+class SlotRequest:
+    """What one unit needs of a pool.
+
+    Attributes:
+        num_bytes: Bytes of the unit's gathered (or reduced) form.
+        depth: Number of managed ancestors that own parameters. Units of different depth are alive
+            at the same time, so they never share a slot.
+        exclusive: Whether the unit stays gathered from forward to backward.
+    """
+
+    num_bytes: int
+    depth: int
+    exclusive: bool
+
+
+def assign_slots(requests: Sequence[SlotRequest], slots_per_depth: int) -> list[int]:
+    """Colours units with slots so that units alive together never share one.
+
+    Units of one depth run one after the other and take the slots of their depth in turn; a unit
+    that stays gathered has a slot of its own.
+
+    Args:
+        requests: One entry per unit, in execution order.
+        slots_per_depth: How many slots units of one depth share, at least 1.
+
+    Returns:
+        The slot index of every unit, numbered from 0 without gaps.
+    """
+    next_slot = 0
+    shared: dict[int, list[int]] = {}
+    turns: dict[int, int] = {}
+    result: list[int] = []
+    for request in requests:
+        ring = shared.setdefault(request.depth, [])
+        if request.exclusive or len(ring) < slots_per_depth:
+            slot, next_slot = next_slot, next_slot + 1
+            if not request.exclusive:
+                ring.append(slot)
+                turns[request.depth] = 0
+        else:
+            slot = ring[turns[request.depth] % len(ring)]
+            turns[request.depth] += 1
+        result.append(slot)
+    return result
+
+
+def slot_sizes(requests: Sequence[SlotRequest], assignment: Sequence[int]) -> list[int]:
+    """Bytes of every slot of an assignment: the largest request that uses it."""
+    sizes = [0] * (max(assignment, default=-1) + 1)
+    for request, slot in zip(requests, assignment, strict=True):
+        sizes[slot] = max(sizes[slot], request.num_bytes)
+    return sizes

@@ -1,0 +1,282 @@
+"""Which parameters and modules a call manages, their groups, and the root they run under."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from .collectives import C10dCollectives, Collectives
+from .group import ParamGroup
+from .layout import Granularity, choose_blocks, group_alignment, plan_layout
+from .mesh import MeshInfo
+from .param import ShardedParam
+from .precision import MixedPrecisionPolicy, ResolvedDtypes, resolve
+from .ragged import RaggedShardDTensor
+from .schedule import Schedule
+from .streams import Streams
+from .unit import Phase, Unit
+
+GranularityOption = Granularity | Callable[[str, nn.Parameter], Granularity]
+
+
+@dataclass
+class ModuleState:
+    """What a managed module carries: its unit, and the schedule once its root is known.
+
+    ``above`` is the outermost managed module seen so far that contains this one.
+    """
+
+    unit: Unit
+    is_list: bool = False
+    schedule: Schedule | None = None
+    above: weakref.ref[nn.Module] | None = None
+
+
+_STATE = "_ya_fsdp_state"
+_TAKEN = "_ya_fsdp_taken_by"
+
+
+def state_of(module: nn.Module) -> ModuleState | None:
+    """The state of a managed module, ``None`` of any other."""
+    return module.__dict__.get(_STATE)
+
+
+def managed_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules a call manages: everything below the roots that no earlier call manages."""
+    seen: dict[int, nn.Module] = {}
+
+    def visit(module: nn.Module) -> None:
+        if id(module) in seen or state_of(module) is not None:
+            return
+        seen[id(module)] = module
+        for child in module.children():
+            visit(child)
+
+    for root in roots:
+        visit(root)
+    return list(seen.values())
+
+
+def named_sites(
+    roots: Sequence[nn.Module], modules: Sequence[nn.Module]
+) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """Every (FQN, owner, name, parameter) of the managed modules, tied ones several times."""
+    prefixes: dict[int, str] = {}
+    for position, root in enumerate(roots):
+        start = "" if len(roots) == 1 else f"{position}."
+        for name, module in root.named_modules():
+            prefixes.setdefault(id(module), f"{start}{name}." if name else start)
+    for module in modules:
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            yield f"{prefixes[id(module)]}{name}", module, name, param
+
+
+def collect_params(
+    roots: Sequence[nn.Module], modules: Sequence[nn.Module], ignored: set[nn.Parameter]
+) -> list[ShardedParam]:
+    """One entry per distinct parameter, with all the places that refer to it."""
+    found: dict[int, ShardedParam] = {}
+    for fqn, module, name, param in named_sites(roots, modules):
+        if param in ignored:
+            continue
+        entry = found.get(id(param))
+        if entry is None:
+            check_param(fqn, param)
+            entry = found[id(param)] = ShardedParam(fqn, param, [])
+        entry.sites.append((module._parameters, name))
+    return list(found.values())
+
+
+def check_param(fqn: str, param: nn.Parameter) -> None:
+    """Refuses what can not be sharded, by name and with the way out."""
+    taken = getattr(param, _TAKEN, None)
+    if isinstance(param, RaggedShardDTensor) or taken is not None:
+        raise ValueError(
+            f"parameter '{fqn}' is shared with one that an earlier fully_shard call manages"
+            f"{f' as {taken!r}' if taken else ''}; both would train apart. Shard the modules that "
+            "share it in one call: fully_shard([first, second])."
+        )
+    if param.ndim == 0:
+        raise ValueError(
+            f"parameter '{fqn}' is 0-dim and can not be cut; make it 1-dim "
+            f"(nn.Parameter(value.reshape(1))) or pass it in ignored_params."
+        )
+    if isinstance(param, DTensor):
+        raise ValueError(
+            f"parameter '{fqn}' is a DTensor on {param.device_mesh} already; sharding a DTensor "
+            "again is not supported. Shard the plain module, or pass it in ignored_params."
+        )
+
+
+def make_groups(
+    params: list[ShardedParam],
+    policy: MixedPrecisionPolicy,
+    mesh_info: MeshInfo,
+    device: torch.device,
+    alignment: int | None,
+    granularity: GranularityOption,
+) -> list[ParamGroup]:
+    """Sorts parameters into homogeneous groups and cuts each."""
+    kinds: dict[tuple[ResolvedDtypes, bool, bool], list[ShardedParam]] = {}
+    for param in params:
+        tensor = param.sharded
+        dtypes = resolve(policy, tensor.dtype, tensor.requires_grad)
+        key = (dtypes, tensor.requires_grad, tensor.device.type == "meta")
+        kinds.setdefault(key, []).append(param)
+    groups = []
+    for (dtypes, _, on_meta), members in kinds.items():
+        sizes = [dtypes.master.itemsize, dtypes.gather.itemsize, dtypes.reduce.itemsize]
+        step = max(group_alignment(sizes), alignment or 1)
+        numels = [m.shape.numel() for m in members]
+        rows = [m.shape[1:].numel() or 1 for m in members]
+        wishes = [granularity_of(granularity, m) for m in members]
+        size = mesh_info.shard_size
+        blocks = choose_blocks(numels, rows, wishes, size, step)
+        layout = plan_layout(numels, blocks, size, step)
+        where = torch.device("meta") if on_meta else device
+        originals = [m.sharded for m in members]
+        groups.append(ParamGroup(members, layout, dtypes, mesh_info, where))
+        for original, member in zip(originals, members, strict=True):
+            setattr(original, _TAKEN, member.fqn)
+    return groups
+
+
+def granularity_of(option: GranularityOption, param: ShardedParam) -> Granularity:
+    """The granularity a user's option gives one parameter."""
+    if callable(option):
+        return option(param.fqn, param.sharded)
+    return option
+
+
+def move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
+    """Brings buffers to the mesh's device; meta buffers stay, their values are the user's."""
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type not in (device.type, "meta"):
+                module._buffers[name] = buffer.to(device)
+
+
+# ---- roots ---------------------------------------------------------------------------------------
+
+_orphanages: dict[tuple[str, int], weakref.ref[Schedule]] = {}
+
+
+def schedule_of(module: nn.Module) -> Schedule:
+    """The schedule a managed module runs under, made when its root first runs."""
+    state = state_of(module)
+    assert state is not None, "not a managed module"
+    if state.schedule is not None:
+        return state.schedule
+    root = module
+    while True:
+        above = state_of(root)
+        parent = above.above() if above is not None and above.above is not None else None
+        if parent is None:
+            break
+        root = parent
+    return finalize(root)
+
+
+def finalize(root: nn.Module) -> Schedule:
+    """Puts every unit below ``root`` under one schedule and gives it a name and a depth."""
+    root_state = state_of(root)
+    assert root_state is not None
+    members = list(_managed_below(root))
+    units: dict[Unit, None] = {}
+    for _, _, state in members:
+        units.setdefault(state.unit)
+    for name, depth, state in members:
+        unit = state.unit
+        if state.schedule is not None:
+            _leave(state.schedule, unit)
+        unit.fqn = name or unit.fqn
+        unit.depth = max(unit.depth, depth)
+    for index, unit in enumerate(units):
+        unit.index = index
+    _name_params(root)
+    _check_materialised(units)
+    is_alone = len(units) == 1 and state_of(root) is not None and root_state.above is None
+    schedule = _schedule_for(list(units), is_alone)
+    for _, _, state in members:
+        state.schedule = schedule
+    return schedule
+
+
+def _managed_below(root: nn.Module) -> Iterator[tuple[str, int, ModuleState]]:
+    """(FQN, number of managed ancestors that own parameters, state), parents first."""
+
+    def visit(
+        module: nn.Module, name: str, depth: int, seen: set[int]
+    ) -> Iterator[tuple[str, int, ModuleState]]:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        state = state_of(module)
+        if state is not None:
+            yield name, depth, state
+            depth += bool(state.unit.groups)
+        for child_name, child in module.named_children():
+            yield from visit(child, f"{name}.{child_name}" if name else child_name, depth, seen)
+
+    yield from visit(root, "", 0, set())
+
+
+def _name_params(root: nn.Module) -> None:
+    names = {id(p): n for n, p in root.named_parameters()}
+    for _, _, state in _managed_below(root):
+        for group in state.unit.groups:
+            for param in group.params:
+                param.fqn = names.get(id(param.sharded), param.fqn)
+
+
+def _check_materialised(units: Iterable[Unit]) -> None:
+    on_meta = [
+        p.fqn
+        for unit in units
+        for group in unit.groups
+        for p in group.params
+        if p.sharded.device.type == "meta"
+    ]
+    if on_meta:
+        shown = ", ".join(on_meta[:8]) + (", ..." if len(on_meta) > 8 else "")
+        raise RuntimeError(
+            f"{len(on_meta)} parameters are still on the meta device: {shown}. Materialise them "
+            "before the first forward: model.to_empty(device=...) and then initialise or load."
+        )
+
+
+def _schedule_for(units: list[Unit], is_alone: bool) -> Schedule:
+    device = next((g.device for u in units for g in u.groups), torch.device("cpu"))
+    if is_alone:
+        key = (device.type, device.index or 0)
+        existing = _orphanages.get(key)
+        schedule = existing() if existing is not None else None
+        if schedule is None:
+            schedule = Schedule([], Streams(device), default_collectives(), is_orphanage=True)
+            _orphanages[key] = weakref.ref(schedule)
+        schedule.units.extend(units)
+        for unit in units:
+            unit.on_forget = schedule.remove_unit
+        for index, unit in enumerate(schedule.units):
+            unit.index = index
+    else:
+        schedule = Schedule(units, Streams(device), default_collectives(), is_orphanage=False)
+    schedule.units_changed()
+    return schedule
+
+
+def _leave(schedule: Schedule, unit: Unit) -> None:
+    """A unit that ran on its own gets a root: it must be idle to move."""
+    if unit.phase is not Phase.IDLE:
+        raise RuntimeError(f"unit '{unit.fqn}' is running and can not get a new root now")
+    schedule.remove_unit(unit)
+
+
+def default_collectives() -> Collectives:
+    """The back end used when the user chose none."""
+    return C10dCollectives()

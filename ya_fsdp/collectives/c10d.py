@@ -1,0 +1,40 @@
+"""Collectives of ``torch.distributed`` process groups (gloo, NCCL, anything registered)."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import _torch
+
+_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
+
+
+class C10dCollectives:
+    """The default back end: whatever the mesh's process groups use."""
+
+    name = "c10d"
+
+    def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
+        """A flat ``uint8`` buffer from torch's own allocator."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    def all_gather(self, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:
+        """See :class:`Collectives`."""
+        _torch.all_gather_flat(output, input, group)
+
+    def reduce_scatter(
+        self, output: Tensor, input: Tensor, average: bool, group: dist.ProcessGroup
+    ) -> None:
+        """See :class:`Collectives`."""
+        op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+        _torch.reduce_scatter_flat(output, input, op, group)
+
+    def all_reduce(self, tensor: Tensor, op: str, group: dist.ProcessGroup) -> None:
+        """See :class:`Collectives`."""
+        dist.all_reduce(tensor, _OPS[op], group=group)
+
+    def supports_average(self, group: dist.ProcessGroup, dtype: torch.dtype) -> bool:
+        """NCCL averages exactly; gloo has no average."""
+        return "nccl" in group.name().lower() and dtype.is_floating_point

@@ -1,0 +1,272 @@
+"""The public function: checks its arguments, shards a module in place and returns it."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterable
+from typing import Any, TypeVar, cast, overload
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
+
+from .build import (
+    GranularityOption,
+    ModuleState,
+    collect_params,
+    make_groups,
+    managed_modules,
+    move_buffers,
+    state_of,
+)
+from .mesh import MeshInfo
+from .module import YaFSDPModule, sharded_class
+from .precision import MixedPrecisionPolicy
+from .unit import Unit
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@overload
+def fully_shard(
+    module: M,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    mp_policy: TorchMixedPrecisionPolicy = ...,
+    ignored_params: Iterable[nn.Parameter] | None = ...,
+    shard_alignment: int | None = ...,
+    granularity: GranularityOption = ...,
+) -> M: ...
+@overload
+def fully_shard(
+    module: list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    mp_policy: TorchMixedPrecisionPolicy = ...,
+    ignored_params: Iterable[nn.Parameter] | None = ...,
+    shard_alignment: int | None = ...,
+    granularity: GranularityOption = ...,
+) -> list[nn.Module]: ...
+def fully_shard(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    mp_policy: TorchMixedPrecisionPolicy = MixedPrecisionPolicy(),
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    shard_alignment: int | None = None,
+    granularity: GranularityOption = "auto",
+) -> Any:
+    """Shards a module's parameters, gradients and optimizer state over ranks, in place.
+
+    Parameters of the module (except those of submodules sharded by earlier calls) form one unit:
+    they are cut into one flat shard per rank, gathered together before the module's forward and
+    backward, and their gradients are averaged together. Call it on every block, then on the whole
+    model::
+
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+
+    Names in ``named_parameters()`` and ``state_dict()`` stay those of the plain model; parameters
+    become :class:`RaggedShardDTensor`. Build the optimizer afterwards.
+
+    Args:
+        module: A module, or a list of modules that form one unit together.
+        mesh: 1-D mesh over whose ranks to shard, or a 2-D mesh (replicate, shard). ``None``: all
+            ranks, on the machine's accelerator or on CPU where there is none; the default process
+            group is then made from torchrun's environment if nobody has made one.
+        reshard_after_forward: Whether gathered parameters are freed between forward and backward:
+            ``True`` (ZeRO-3), ``False`` (ZeRO-2), ``None`` (``True``; what is still in its buffer
+            when backward needs it is not gathered again).
+        mp_policy: Dtypes of compute, gather, reduction and outputs; torch's class or ours.
+        ignored_params: Parameters to leave alone: not sharded, not moved, not reduced.
+        shard_alignment: Every rank's shard is a multiple of this many elements, at least of 16
+            bytes in every dtype that is sent.
+        granularity: What no shard boundary may cut: ``"row"`` (a dim-0 row), ``"element"``
+            (nothing), a number of elements, ``"auto"`` (rows where that pads at most 1 %), or a
+            function of (FQN, parameter) that returns one of these.
+
+    Returns:
+        The same module (or list), now also a :class:`YaFSDPModule`.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If a module or parameter can not be sharded; the message names it.
+        NotImplementedError: If ``reshard_after_forward`` is an int.
+        RuntimeError: If there is no process group and no torchrun environment to make one from.
+    """
+    modules = _check_modules(module)
+    _check_reshard(reshard_after_forward)
+    policy = _check_policy(mp_policy)
+    _check_alignment(shard_alignment)
+    mesh = _check_mesh(mesh)
+    ignored = set(ignored_params or ())
+    device = _device_of(mesh)
+    managed = managed_modules(modules)
+    params = collect_params(modules, managed, ignored)
+    _check_devices(params, device)
+    mesh_info = MeshInfo.of(mesh)
+    groups = make_groups(params, policy, mesh_info, device, shard_alignment, granularity)
+    move_buffers(managed, device)
+    unit = Unit("", groups, policy)
+    unit.fqn = type(modules[0]).__name__
+    unit.reshard_after_forward = reshard_after_forward is not False
+    for each in modules:
+        _install(each, unit, is_list=len(modules) > 1)
+    _note_above(modules)
+    return module
+
+
+def _install(module: nn.Module, unit: Unit, *, is_list: bool) -> None:
+    """Gives a module its state, its class and the hooks that keep state dicts sharded."""
+    module.__dict__["_ya_fsdp_state"] = ModuleState(unit, is_list)
+    module.__class__ = sharded_class(type(module))
+    module.register_state_dict_pre_hook(_reshard_first)
+    module.register_load_state_dict_pre_hook(_reshard_first)
+    module.register_load_state_dict_post_hook(_readopt_after)
+    weakref.finalize(module, _forget, unit)
+
+
+def _reshard_first(module: nn.Module, *_: Any) -> None:
+    state = state_of(module)
+    if state is not None and state.schedule is not None:
+        state.unit.held = False
+        state.schedule.reshard(state.unit)
+        state.unit.to_sharded()
+
+
+def _readopt_after(module: nn.Module, *_: Any) -> None:
+    state = state_of(module)
+    if state is not None:
+        for group in state.unit.groups:
+            group.readopt()
+
+
+def _forget(unit: Unit) -> None:
+    if unit.on_forget is not None:
+        unit.on_forget(unit)
+
+
+def _note_above(modules: list[nn.Module]) -> None:
+    """Tells managed submodules that a managed module contains them."""
+    for top in modules:
+        for child in top.modules():
+            state = state_of(child)
+            if child is not top and state is not None:
+                above = state.above() if state.above is not None else None
+                if above is None or any(m is above for m in top.modules()):
+                    state.above = weakref.ref(top)
+                if state.schedule is not None and child not in modules:
+                    _rehome(child)
+
+
+def _rehome(child: nn.Module) -> None:
+    state = state_of(child)
+    assert state is not None
+    if state.schedule is not None:
+        state.schedule.remove_unit(state.unit)
+        state.schedule = None
+
+
+# ---- argument checks ---------------------------------------------------------------------------
+
+
+def _check_modules(module: Any) -> list[nn.Module]:
+    modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    if not modules:
+        raise ValueError("fully_shard got an empty list of modules")
+    for each in modules:
+        if not isinstance(each, nn.Module):
+            raise TypeError(f"fully_shard takes an nn.Module or a list of them, got {type(each)}")
+        if isinstance(each, YaFSDPModule):
+            raise ValueError(
+                f"{type(each).__name__} is sharded already; fully_shard manages a module once"
+            )
+        if type(each).forward is nn.Module.forward:
+            raise ValueError(
+                f"{type(each).__name__} has no forward, so nothing would gather its parameters; "
+                "call fully_shard on the modules inside it, or on the module that calls them"
+            )
+    if len({id(m) for m in modules}) < len(modules):
+        raise ValueError("fully_shard got the same module twice in one list")
+    return cast("list[nn.Module]", modules)
+
+
+def _check_reshard(value: Any) -> None:
+    if value is None or isinstance(value, bool):
+        return
+    if isinstance(value, int):
+        raise NotImplementedError(
+            f"reshard_after_forward={value}: an int (a secondary shard over a smaller group) is "
+            "not supported yet; use True, False or None"
+        )
+    raise TypeError(f"reshard_after_forward must be a bool, an int or None, got {value!r}")
+
+
+def _check_policy(policy: Any) -> MixedPrecisionPolicy:
+    if isinstance(policy, MixedPrecisionPolicy):
+        return policy
+    if isinstance(policy, TorchMixedPrecisionPolicy):
+        return MixedPrecisionPolicy.from_torch(policy)
+    raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, got {policy!r}")
+
+
+def _check_alignment(value: Any) -> None:
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"shard_alignment must be a positive number of elements, got {value!r}")
+
+
+def _check_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
+    if mesh is None:
+        return _default_mesh()
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh)}")
+    if mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"mesh must be 1-D (shard) or 2-D (replicate, shard), got {mesh.ndim}-D; pass one or "
+            'two of its axes, such as mesh["dp_replicate", "dp_shard"]'
+        )
+    return mesh
+
+
+def _default_mesh() -> DeviceMesh:
+    accelerator = torch.accelerator.current_accelerator()
+    device_type = "cpu" if accelerator is None else accelerator.type
+    if not dist.is_initialized():
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            raise RuntimeError(
+                "fully_shard needs a process group: start the program with torchrun "
+                "(torchrun --nproc_per_node 2 script.py), or call "
+                "torch.distributed.init_process_group() first, or pass mesh="
+            )
+        if device_type != "cpu":
+            torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group()
+    elif device_type != "cpu" and dist.get_backend() == "gloo":
+        device_type = "cpu"
+    return init_device_mesh(device_type, (dist.get_world_size(),))
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    index = torch.get_device_module(mesh.device_type).current_device()
+    return torch.device(mesh.device_type, index)
+
+
+def _check_devices(params: list[Any], device: torch.device) -> None:
+    for param in params:
+        where = param.sharded.device
+        if where.type not in (device.type, "cpu", "meta"):
+            raise ValueError(
+                f"parameter '{param.fqn}' is on {where}, but the mesh is on {device.type}; move "
+                "the module to that device, to CPU or to meta, or pass a mesh of its device"
+            )

@@ -1,0 +1,211 @@
+"""One homogeneous group of parameters: its flat shard, its gather and its reduction."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from . import _torch
+from .collectives import Collectives
+from .gradients import GroupGradients
+from .layout import ShardLayout
+from .mesh import MeshInfo
+from .param import ShardedParam
+from .precision import ResolvedDtypes
+from .ragged import RaggedShardDTensor, make_placement, new_ragged
+
+
+class ParamGroup:
+    """Parameters of one master dtype and one gather dtype that are gathered together.
+
+    Buffers by role: ``master_shard`` (this rank's elements in the master dtype, what optimizers
+    update), ``gather_output`` (the whole group in a leased slot), ``gather_input`` (this rank's
+    slice of it), ``reduce_input`` (the group's gradients in a leased gradient slot) and
+    ``grad_shard`` (this rank's reduced gradients, behind every ``.grad``).
+    """
+
+    def __init__(
+        self,
+        params: list[ShardedParam],
+        layout: ShardLayout,
+        dtypes: ResolvedDtypes,
+        mesh_info: MeshInfo,
+        device: torch.device,
+    ) -> None:
+        self.params = params
+        self.layout = layout
+        self.dtypes = dtypes
+        self.mesh_info = mesh_info
+        self.device = device
+        self.master_shard = self._shard_parameters()
+        self.gather_output: Tensor | None = None
+        self.gather_input: Tensor | None = None
+        self._unsharded: tuple[nn.Parameter, ...] = ()
+        self._versions: tuple[int, ...] | None = None
+        self.grads = GroupGradients(params, layout, dtypes, mesh_info)
+
+    # ---- sharding ---------------------------------------------------------------------------
+
+    def _shard_parameters(self) -> Tensor:
+        """Cuts this rank's ranges out of the full parameters into one flat tensor."""
+        shard = self._new_shard(self.dtypes.master, self.device)
+        with torch.no_grad():
+            for index, param in enumerate(self.params):
+                full = param.sharded
+                local = self.local_view(shard, index)
+                start, end = self.layout.owned(self.mesh_info.shard_rank, index)
+                if full.device.type != "meta" and end > start:
+                    flat = full.detach().reshape(-1)[start:end]
+                    local.view(-1).copy_(flat)
+                self._adopt_local(param, index, local)
+        return shard
+
+    def _new_shard(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        with torch.inference_mode(False):
+            return torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)
+
+    def _adopt_local(self, param: ShardedParam, index: int, local: Tensor) -> None:
+        """Makes the sharded parameter object over a range of the flat shard."""
+        old = param.sharded
+        placements = self.mesh_info.placements(self.layout.bounds(index), param.shape)
+        with torch.inference_mode(False):
+            ragged = new_ragged(local, self.mesh_info.mesh, placements, param.shape)
+            param.sharded = nn.Parameter(ragged, requires_grad=old.requires_grad)
+        for name, value in vars(old).items():
+            if name not in ("_local_tensor", "_spec"):
+                setattr(param.sharded, name, value)
+        for table, name in param.sites:
+            table[name] = param.sharded
+
+    def local_view(self, shard: Tensor, index: int) -> Tensor:
+        """This rank's part of parameter ``index`` in a flat shard; N-D when it is whole rows."""
+        start, end = self.layout.local_range(self.mesh_info.shard_rank, index)
+        shape = self.params[index].shape
+        rank = self.mesh_info.shard_rank
+        placement = make_placement(self.layout.bounds(index), shape)
+        return shard[start:end].view(placement.local_shape(shape, rank))
+
+    def readopt(self) -> None:
+        """Takes back whatever tensors modules hold now (``.to()``, ``load_state_dict(assign)``).
+
+        Values are copied into the flat shard, and our own parameter objects stay registered, so
+        that an optimizer built earlier keeps working.
+        """
+        first = self.params[0].registered
+        assert first is not None
+        changed = first.dtype != self.master_shard.dtype or first.device != self.master_shard.device
+        if changed:
+            self._rebuild(first.dtype, first.device)
+            return
+        for index, param in enumerate(self.params):
+            current = param.registered
+            if current is param.sharded or current is param.unsharded:
+                local = getattr(param.sharded, "_local_tensor")  # noqa: B009
+                mine = self.local_view(self.master_shard, index)
+                if local.data_ptr() != mine.data_ptr() or local.shape != mine.shape:
+                    self._take(param, index, param.sharded)
+            elif current is not None:
+                self._take(param, index, current)
+
+    def _take(self, param: ShardedParam, index: int, source: Tensor) -> None:
+        if tuple(source.shape) != tuple(param.shape):
+            raise ValueError(
+                f"parameter '{param.fqn}' was replaced by one of shape {tuple(source.shape)}; "
+                f"a sharded parameter keeps its shape {tuple(param.shape)}. Replace it before "
+                "fully_shard."
+            )
+        mine = self.local_view(self.master_shard, index)
+        with torch.no_grad():
+            if isinstance(source, RaggedShardDTensor):
+                mine.view(-1).copy_(source._local_tensor.reshape(-1))
+            else:
+                start, end = self.layout.owned(self.mesh_info.shard_rank, index)
+                mine.view(-1).copy_(source.detach().reshape(-1)[start:end])
+        param.sharded._local_tensor = mine  # type: ignore[attr-defined]
+        for table, name in param.sites:
+            table[name] = param.sharded
+
+    def _rebuild(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Makes a new flat shard after the parameters changed dtype or device."""
+        shard = self._new_shard(dtype, device)
+        self.device = device
+        for index, param in enumerate(self.params):
+            current = param.registered
+            assert current is not None
+            mine = self.local_view(shard, index)
+            local = getattr(current, "_local_tensor", None)
+            with torch.no_grad():
+                if local is not None and local.device.type != "meta" and device.type != "meta":
+                    mine.copy_(local)
+            placements = self.mesh_info.placements(self.layout.bounds(index), param.shape)
+            fresh = new_ragged(mine, self.mesh_info.mesh, placements, param.shape)
+            holder = nn.Parameter(fresh, requires_grad=current.requires_grad)
+            vars(holder).update(
+                {k: v for k, v in vars(current).items() if k not in ("_local_tensor", "_spec")}
+            )
+            param.sharded = holder
+            for table, name in param.sites:
+                table[name] = holder
+        self.master_shard = shard
+        self.grads.reset(replace(self.dtypes, master=dtype))
+        self.dtypes = self.grads.dtypes
+
+    # ---- gathering --------------------------------------------------------------------------
+
+    @property
+    def gather_bytes(self) -> int:
+        """Bytes of the gathered group."""
+        return self.layout.total_numel * self.dtypes.gather.itemsize
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Bytes of the group's gradients in the reduce dtype."""
+        return self.layout.total_numel * self.dtypes.reduce.itemsize
+
+    def bind(self, gather_output: Tensor) -> None:
+        """Cuts the group's views out of a slot; called when the slot is assigned."""
+        if self._unsharded:
+            # Whatever autograd saved points at the old slot: a backward through it must raise.
+            _torch.bump_version_counters(self._unsharded)
+        self.gather_output = gather_output
+        size = self.layout.shard_numel
+        rank = self.mesh_info.shard_rank
+        with torch.inference_mode(False):
+            self.gather_input = gather_output[rank * size : (rank + 1) * size]
+            for param, span in zip(self.params, self.layout.spans, strict=True):
+                flat = gather_output[span.offset : span.offset + span.numel]
+                param.bind(flat.view(param.shape))
+        self._unsharded = tuple(p.unsharded for p in self.params if p.unsharded is not None)
+        self.grads.unsharded = self._unsharded
+        self._versions = None
+
+    def gather(self, collectives: Collectives) -> None:
+        """Casts this rank's shard into its slice of the slot and gathers the rest around it."""
+        assert self.gather_input is not None and self.gather_output is not None
+        with torch.no_grad():
+            self.gather_input.copy_(self.master_shard)
+        if self.mesh_info.shard_size > 1:
+            collectives.all_gather(
+                self.gather_output, self.gather_input, self.mesh_info.shard_group
+            )
+
+    def to_unsharded(self) -> None:
+        """Registers the unsharded parameters with their modules."""
+        if self._versions is not None:
+            _torch.set_version_counters(self._unsharded, self._versions)
+            self._versions = None
+        for param in self.params:
+            param.to_unsharded()
+
+    def to_sharded(self) -> None:
+        """Registers the sharded parameters with their modules."""
+        for param in self.params:
+            param.to_sharded()
+
+    def mark_stale(self, version: int) -> None:
+        """Sets version counters so that a backward that still needs the old bytes raises."""
+        if self._versions is None:
+            self._versions = tuple(p._version for p in self._unsharded)
+            _torch.set_version_counters(self._unsharded, (version,) * len(self._unsharded))

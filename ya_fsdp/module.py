@@ -1,0 +1,323 @@
+"""The class every managed module gets: ``FSDP<Original>``, a ``YaFSDPModule``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from . import hooks
+from .build import ModuleState, schedule_of, state_of
+from .schedule import Schedule
+from .unit import Unit
+
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+class UnshardHandle:
+    """What ``unshard(async_op=True)`` returns; :meth:`wait` makes the parameters usable."""
+
+    def __init__(self, schedule: Schedule | None, unit: Unit | None) -> None:
+        self._schedule = schedule
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Makes the current stream wait for the gather; modules then hold whole parameters."""
+        if self._schedule is not None and self._unit is not None:
+            self._schedule.finish_gather(self._unit)
+            self._schedule = None
+
+
+class YaFSDPModule(FSDPModule):
+    """A module managed by :func:`ya_fsdp.fully_shard`.
+
+    It is also a torch ``FSDPModule``, so that code which asks for one finds one; every method
+    here has the meaning of the method of the same name there.
+    """
+
+    _is_fsdp_managed_module = True
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Constructing the class (a container slicing itself, say) makes a plain module."""
+        original = next(c for c in cls.__mro__ if not issubclass(c, FSDPModule))
+        instance = original.__new__(original)
+        if hasattr(instance, "__init__"):
+            instance.__init__(*args, **kwargs)
+        return instance
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Gathers parameters around the module's own call, its hooks included."""
+        return call_with_unshard(self, super().__call__, args, kwargs)  # type: ignore[misc]
+
+    # ---- gathering by hand -----------------------------------------------------------------
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gathers this module's parameters (not those of managed submodules).
+
+        Args:
+            async_op: Return at once with a handle whose ``wait()`` makes the parameters usable.
+        """
+        unit, schedule = _parts(self)
+        schedule.unshard(unit)
+        handle = UnshardHandle(schedule, unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Frees this module's gathered parameters (not those of managed submodules)."""
+        state = _state(self)
+        if state.schedule is not None:
+            state.schedule.reshard(state.unit)
+
+    def reset_iter_state(self) -> None:
+        """Returns to a clean state after an exception; the next forward does so by itself."""
+        schedule = _state(self).schedule
+        if schedule is not None:
+            schedule.recover()
+
+    # ---- gradients -----------------------------------------------------------------------------
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the next backward is the last of the forwards run so far (pipelines)."""
+        for schedule in {id(s): s for _, s in self._ya_units()}.values():
+            schedule.is_last_backward = is_last_backward
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether backward communicates gradients, or adds them up in whole-size buffers."""
+        for unit in self._ya_managed(recurse):
+            unit.sync_gradients = requires_gradient_sync
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside add gradients up without communication.
+
+        Every unit then holds its whole gradients in the reduce dtype until the next backward with
+        communication.
+        """
+        units = list(self._ya_managed(True))
+        before = [unit.sync_gradients for unit in units]
+        for unit in units:
+            unit.sync_gradients = False
+        try:
+            yield
+        finally:
+            for unit, value in zip(units, before, strict=True):
+                unit.sync_gradients = value
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces over the replicate axis too (2-D meshes)."""
+        for unit in self._ya_managed(recurse):
+            for group in unit.groups:
+                group.grads.options.all_reduce = requires_all_reduce
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Gradients are summed and divided by ``factor`` instead of averaged."""
+        if not factor > 0:
+            raise ValueError(f"factor must be positive, got {factor}")
+        for group in _state(self).unit.groups:
+            group.grads.options.divide_factor = factor
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Older name of :meth:`set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Sends plain sums even where the back end averages."""
+        for group in _state(self).unit.groups:
+            group.grads.options.force_sum = enable
+
+    # ---- when to reshard -----------------------------------------------------------------------
+
+    def set_reshard_after_forward(
+        self, reshard_after_forward: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether parameters are freed between forward and backward (ZeRO-3) or kept (ZeRO-2)."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(f"reshard_after_forward must be a bool, got {reshard_after_forward}")
+        for unit in self._ya_managed(recurse):
+            unit.reshard_after_forward = reshard_after_forward
+        self._ya_slots_changed()
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether parameters are freed after backward."""
+        for unit in self._ya_managed(recurse):
+            unit.reshard_after_backward = reshard_after_backward
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether backward gathers this module's parameters; off where it does not need them."""
+        _state(self).unit.unshard_in_backward = unshard_in_backward
+
+    # ---- prefetch and buffers ---------------------------------------------------------------
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Modules gathered while this one's forward runs, in order."""
+        _state(self).unit.forward_prefetch = _units_of(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Modules gathered while this one's backward runs, in order."""
+        _state(self).unit.backward_prefetch = _units_of(modules)
+
+    def set_num_gather_buffers(self, num_buffers: int) -> None:
+        """How many gather buffers units of one depth share; one fewer is prefetched ahead."""
+        _check_count(num_buffers)
+        schedule = schedule_of(cast(nn.Module, self))
+        schedule.num_gather_buffers = num_buffers
+        self._ya_slots_changed()
+
+    def set_num_gradient_buffers(self, num_buffers: int) -> None:
+        """How many gradient buffers are used in turn; with 1, compute waits for reductions."""
+        _check_count(num_buffers)
+        reducer = schedule_of(cast(nn.Module, self)).reducer
+        reducer.num_buffers = num_buffers
+        reducer.drop_slots()
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """The next forward's gathers wait for this event instead of the whole current stream."""
+        schedule_of(cast(nn.Module, self)).post_optim_event = event
+
+    # ---- not offered ---------------------------------------------------------------------------
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Gathers always run on a stream of their own; accepted for compatibility."""
+
+    def _get_fsdp_state(self) -> Any:
+        raise NotImplementedError("ya_fsdp keeps no state of torch's FSDP; see YaFSDPModule")
+
+    def _apply(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``.to()``, ``.double()``, ``.cuda()``, ``to_empty()`` on the sharded parameters."""
+        self._ya_reshard_all()
+        # nn.Module's method, past FSDPModule's, which would look for torch's own state.
+        result = super(FSDPModule, self)._apply(fn, *args, **kwargs)  # type: ignore[misc]
+        for unit in self._ya_managed(True):
+            for group in unit.groups:
+                group.readopt()
+            unit.slot = None
+        self._ya_slots_changed()
+        return result
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Refused: buffers and process groups can not be copied."""
+        raise NotImplementedError(
+            "a sharded module can not be deep-copied. Build the copy from the plain model, shard "
+            "it, and load this one's state_dict(); for an average of weights, keep clones of "
+            "parameters: {n: p.detach().clone() for n, p in model.named_parameters()}."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused: pickling would store shards and process groups."""
+        raise NotImplementedError(
+            "a sharded module can not be pickled. Save model.state_dict() with "
+            "torch.distributed.checkpoint, or the full state dict."
+        )
+
+    # ---- helpers ---------------------------------------------------------------------------------
+
+    def _ya_units(self) -> Iterator[tuple[Unit, Schedule]]:
+        for module in cast(nn.Module, self).modules():
+            state = state_of(module)
+            if state is not None:
+                yield state.unit, schedule_of(module)
+
+    def _ya_managed(self, recurse: bool) -> Iterator[Unit]:
+        seen: set[int] = set()
+        modules = cast(nn.Module, self).modules() if recurse else (cast(nn.Module, self),)
+        for module in modules:
+            state = state_of(module)
+            if state is not None and id(state.unit) not in seen:
+                seen.add(id(state.unit))
+                yield state.unit
+
+    def _ya_reshard_all(self) -> None:
+        for module in cast(nn.Module, self).modules():
+            state = state_of(module)
+            if state is not None and state.schedule is not None:
+                state.schedule.reshard(state.unit)
+
+    def _ya_slots_changed(self) -> None:
+        for module in cast(nn.Module, self).modules():
+            state = state_of(module)
+            if state is not None and state.schedule is not None:
+                state.schedule.invalidate_slots()
+
+
+def call_with_unshard(
+    module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Runs ``call`` between the unit's pre-forward and post-forward."""
+    state: ModuleState = module.__dict__["_ya_fsdp_state"]
+    unit = state.unit
+    schedule = state.schedule or schedule_of(module)
+    args, kwargs = hooks.pre_forward(schedule, unit, args, kwargs)
+    try:
+        output = call(*args, **kwargs)
+    except BaseException:
+        schedule.post_forward(unit, False)
+        raise
+    return hooks.post_forward(schedule, unit, args, kwargs, output)
+
+
+def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """``FSDP<Original>``, made once per class."""
+    made = _CLASSES.get(cls)
+    if made is None:
+        made = type(f"FSDP{cls.__name__}", (YaFSDPModule, cls), {"__module__": cls.__module__})
+        _CLASSES[cls] = made
+    return made
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Makes another method of a managed module gather parameters as ``forward`` does.
+
+    A module that is not managed is left alone.
+
+    Args:
+        module: A module given to :func:`ya_fsdp.fully_shard`.
+        method_name: A method such as ``"generate"`` or ``"encode"``.
+
+    Raises:
+        ValueError: If the module has no such method.
+    """
+    if not isinstance(module, YaFSDPModule):
+        return
+    if not callable(getattr(module, method_name, None)):
+        raise ValueError(f"{type(module).__name__} has no method {method_name!r}")
+    original = getattr(module, method_name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return call_with_unshard(module, original, args, kwargs)
+
+    module.__dict__[method_name] = wrapped
+
+
+def _state(module: Any) -> ModuleState:
+    state = state_of(module)
+    assert state is not None, "a YaFSDPModule without state"
+    return state
+
+
+def _parts(module: Any) -> tuple[Unit, Schedule]:
+    return _state(module).unit, schedule_of(module)
+
+
+def _units_of(modules: Sequence[nn.Module]) -> list[Unit]:
+    units = []
+    for module in modules:
+        state = state_of(module)
+        if state is None:
+            raise ValueError(f"{type(module).__name__} is not managed by fully_shard")
+        units.append(state.unit)
+    return units
+
+
+def _check_count(count: Any) -> None:
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise ValueError(f"the number of buffers must be an int of at least 1, got {count!r}")

@@ -1,0 +1,157 @@
+"""One parameter of a group: its sharded and its unsharded object, and where modules refer to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import _torch
+
+Site = tuple[dict[str, nn.Parameter | None], str]
+"""A module's parameter table and the name under which it refers to the parameter.
+
+The table, not the module, is kept: an edge back to the module would keep a deleted model alive.
+"""
+
+_HARMLESS = {
+    Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+    Tensor.requires_grad_,
+    Tensor.grad.__get__,  # type: ignore[attr-defined]
+    Tensor.grad.__set__,  # type: ignore[attr-defined]
+    Tensor.grad.__delete__,  # type: ignore[attr-defined]
+    Tensor.shape.__get__,  # type: ignore[attr-defined]
+    Tensor.dtype.__get__,  # type: ignore[attr-defined]
+    Tensor.device.__get__,  # type: ignore[attr-defined]
+    Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
+    Tensor.grad_fn.__get__,  # type: ignore[attr-defined]
+    _torch.version_getter,
+    Tensor.layout.__get__,  # type: ignore[attr-defined]
+    Tensor.ndim.__get__,  # type: ignore[attr-defined]
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.stride,
+    Tensor.is_floating_point,
+}
+
+
+class ReleasedParameter(nn.Parameter):
+    """The class an unsharded parameter wears while its memory belongs to somebody else.
+
+    Switching ``__class__`` costs tens of nanoseconds; every torch function that would read the
+    values is refused here, so a stale read can not go unnoticed.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Refuses every function that reads values and names the parameter."""
+        if func in _HARMLESS:
+            with _torch.without_torch_function():
+                return func(*args, **(kwargs or {}))
+        fqn = "?"
+        for value in (*args, *(kwargs or {}).values()):
+            if isinstance(value, ReleasedParameter):
+                fqn = getattr(value, "_ya_fsdp_fqn", "?")
+        raise RuntimeError(
+            f"parameter '{fqn}' was read by {getattr(func, '__name__', func)} after it was "
+            "resharded: its memory now belongs to other parameters. Read it inside the forward of "
+            "the module that owns it, call module.unshard() before reading, or use "
+            "set_reshard_after_forward(False) on that module."
+        )
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        """Names the parameter without touching its values."""
+        fqn = getattr(self, "_ya_fsdp_fqn", "?")
+        return f"ReleasedParameter('{fqn}', shape={tuple(self.shape)})"
+
+
+class ShardedParam:
+    """One parameter under management.
+
+    Attributes:
+        fqn: Name for messages, the first under which the root module knows it.
+        sites: Every (parameter table, name) that refers to it; several for tied weights.
+        sharded: The ``nn.Parameter`` users and optimizers hold.
+        unsharded: The plain ``nn.Parameter`` modules hold while gathered; one object for life.
+        shape: N-D shape of the whole parameter.
+    """
+
+    __slots__ = ("_acc_node", "fqn", "grad", "shape", "sharded", "sites", "unsharded")
+
+    def __init__(self, fqn: str, param: nn.Parameter, sites: list[Site]) -> None:
+        self.fqn = fqn
+        self.sites = sites
+        self.shape = param.shape
+        self.sharded = param
+        self.unsharded: nn.Parameter | None = None
+        self.grad: Tensor | None = None
+        self._acc_node: Any = None
+
+    def bind(self, view: Tensor) -> None:
+        """Makes (or re-points) the unsharded parameter over ``view`` of a slot.
+
+        ``.data`` gives the parameter a version counter of its own: filling the slot is not an
+        edit of the parameter.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            data = view.data
+            requires_grad = self.sharded.requires_grad
+            if self.unsharded is None:
+                self.unsharded = nn.Parameter(data, requires_grad=requires_grad)
+                self.unsharded._ya_fsdp_fqn = self.fqn  # type: ignore[attr-defined]
+                for name, value in vars(self.sharded).items():
+                    if not name.startswith("_"):
+                        setattr(self.unsharded, name, value)
+            elif self.unsharded.dtype == data.dtype and self.unsharded.device == data.device:
+                self.unsharded.__class__ = nn.Parameter
+                self.unsharded.data = data
+            else:
+                self.unsharded = None
+                self._acc_node = None
+                self.bind(view)
+                return
+            self.unsharded.__class__ = ReleasedParameter
+
+    def to_unsharded(self) -> None:
+        """Registers the unsharded parameter with every module."""
+        unsharded, sharded = self.unsharded, self.sharded
+        assert unsharded is not None, f"'{self.fqn}' has no slot"
+        unsharded.__class__ = nn.Parameter
+        if unsharded.requires_grad is not sharded.requires_grad:
+            unsharded.requires_grad_(sharded.requires_grad)
+        for table, name in self.sites:
+            table[name] = unsharded
+
+    def to_sharded(self) -> None:
+        """Registers the sharded parameter with every module."""
+        unsharded, sharded = self.unsharded, self.sharded
+        if unsharded is not None:
+            unsharded.__class__ = nn.Parameter
+            if unsharded.requires_grad is not sharded.requires_grad:
+                sharded.requires_grad_(unsharded.requires_grad)
+            unsharded.__class__ = ReleasedParameter
+        for table, name in self.sites:
+            table[name] = sharded
+
+    @property
+    def registered(self) -> nn.Parameter | None:
+        """Whatever the first module that owns the parameter holds now."""
+        table, name = self.sites[0]
+        return table.get(name)
+
+    def accumulate_node(self) -> Any:
+        """The autograd node that adds to the unsharded parameter's ``.grad``."""
+        if self._acc_node is None:
+            assert self.unsharded is not None
+            with torch.enable_grad():
+                self._acc_node = torch.autograd.graph.get_gradient_edge(self.unsharded).node
+        return self._acc_node

@@ -1,0 +1,200 @@
+"""Sends gradients on their way: gradient slots, reductions, and what waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _torch
+from .buffers import Slot, aligned
+from .collectives import Collectives
+from .gradients import ReduceInput
+from .group import ParamGroup
+from .mesh import MeshInfo
+from .streams import Streams
+from .unit import Unit
+
+
+class Reducer:
+    """Reduces units' gradients through a few gradient slots used in turn.
+
+    Attributes:
+        num_buffers: Gradient slots; with one, compute waits for each reduction to finish.
+        exchange_usage: Whether ranks tell each other at the end of a backward which parameters had
+            a gradient, so that one used on some ranks only gets its average everywhere.
+        keep_buffers: Whether the slots' memory stays between backward passes.
+        accumulating: Units that hold unreduced gradients of microbatches without communication.
+    """
+
+    def __init__(self, streams: Streams, collectives: Collectives) -> None:
+        self.streams = streams
+        self.collectives = collectives
+        self.num_buffers = 2
+        self.exchange_usage = True
+        self.keep_buffers = not streams.asynchronous
+        self.accumulating: set[Unit] = set()
+        self.slots: list[Slot] = []
+        self._turn = 0
+        self._slot_bytes = 0
+        self._touched: list[Unit] = []
+        self._in_flight: list[Tensor] = []
+        self._ready_event: Any = None
+        self._flags: dict[int, Tensor] = {}
+
+    def size_for(self, units: Sequence[Unit]) -> None:
+        """Sets the slots' size to the largest unit's gradients."""
+        size = max((u.reduce_bytes for u in units), default=0)
+        if size != self._slot_bytes:
+            self._slot_bytes = size
+            self.drop_slots()
+
+    def drop_slots(self) -> None:
+        """Forgets the slots; the next reduction makes new ones."""
+        self.slots.clear()
+        self._flags.clear()
+
+    def reset(self) -> None:
+        """After an exception: nothing is in flight that anybody waits for."""
+        self.streams.compute_waits_for_comm()
+        self._touched.clear()
+        self._in_flight.clear()
+        for unit in self.accumulating:
+            for group in unit.groups:
+                group.grads.drop()
+        self.accumulating.clear()
+
+    def reduce(self, unit: Unit) -> None:
+        """Reduces (or, without communication, accumulates) whatever gradients a unit has."""
+        groups = [g for g in unit.groups if g.grads.present()]
+        if not groups:
+            return
+        if not unit.sync_gradients:
+            for group in groups:
+                group.grads.accumulate(group.device)
+            self.accumulating.add(unit)
+            return
+        slot = self._take_slot(groups[0])
+        inputs: list[Tensor] = []
+        fresh: list[bool] = []
+        offset = 0
+        for group in groups:
+            fresh.append(group.grads.prepare())
+            inputs.append(self._fill(group, slot, offset))
+            offset += aligned(group.reduce_bytes)
+        self._ready_event = self.streams.record_compute(
+            self._ready_event or self.streams.new_event()
+        )
+        self.streams.comm_waits(self._ready_event)
+        collectives = unit.collectives or self.collectives
+        with self.streams.on_comm(), torch.no_grad():
+            for group, reduce_input, is_fresh in zip(groups, inputs, fresh, strict=True):
+                group.grads.reduce(reduce_input, is_fresh, collectives)
+        slot.free_event = self.streams.record_comm(slot.free_event or self.streams.new_event())
+        for group in groups:
+            group.grads.hand_out()
+        self.accumulating.discard(unit)
+        self._touched.append(unit)
+
+    def _fill(self, group: ParamGroup, slot: Slot, offset: int) -> Tensor:
+        """The group's gradients as one flat tensor, in the slot or in its own accumulator."""
+        with torch.no_grad():
+            if group.grads.accumulator is not None:
+                group.grads.accumulate(group.device)
+                reduce_input = group.grads.accumulator
+                group.grads.accumulator = None
+                self._in_flight.append(reduce_input)
+                return reduce_input
+            key = (group, offset)
+            target: ReduceInput | None = slot.views.get(key)
+            if target is None:
+                flat = slot.view(offset, group.layout.total_numel, group.dtypes.reduce)
+                target = slot.views[key] = group.grads.cut(flat)
+            group.grads.collect(target)
+            return target.flat
+
+    def _take_slot(self, group: ParamGroup) -> Slot:
+        if len(self.slots) < self.num_buffers:
+            slot = Slot(self._slot_bytes, lambda n: self.collectives.allocate(n, group.device))
+            self.slots.append(slot)
+        else:
+            slot = self.slots[self._turn % self.num_buffers]
+        self._turn += 1
+        slot.alloc_storage()
+        self.streams.compute_waits(slot.free_event)
+        return slot
+
+    def finish(self, units: Sequence[Unit]) -> None:
+        """Ends a backward pass: compute waits for every reduction, then hooks of users run."""
+        if not self._touched:
+            return
+        if self.exchange_usage:
+            self._exchange(units)
+        self.streams.compute_waits_for_comm()
+        self._in_flight.clear()
+        touched, self._touched = self._touched, []
+        for slot in self.slots:
+            slot.free_event = None
+            if not self.keep_buffers:
+                slot.free_storage()
+        self._run_hooks(touched)
+
+    def _run_hooks(self, units: Sequence[Unit]) -> None:
+        for unit in units:
+            for group in unit.groups:
+                for param in group.params:
+                    hooks = _torch.post_accumulate_hooks(param.sharded)
+                    if hooks and param.sharded.grad is not None:
+                        for hook in tuple(hooks.values()):
+                            hook(param.sharded)
+
+    # ---- parameters that only some ranks use -----------------------------------------------------
+
+    def _exchange(self, units: Sequence[Unit]) -> None:
+        """Tells every rank which parameters had a gradient anywhere.
+
+        One small all-reduce per mesh and backward. A rank on which everything was used sends ones
+        that lie on the device already and reads nothing back.
+        """
+        by_mesh: dict[int, tuple[MeshInfo, list[ParamGroup]]] = {}
+        for unit in units:
+            for group in unit.groups:
+                info = group.mesh_info
+                by_mesh.setdefault(id(info.mesh), (info, []))[1].append(group)
+        for key, (info, groups) in by_mesh.items():
+            if info.shard_size * info.replicate_size == 1:
+                continue
+            self._exchange_on(key, info, groups)
+
+    def _exchange_on(self, key: int, info: MeshInfo, groups: list[ParamGroup]) -> None:
+        count = sum(len(g.params) for g in groups)
+        complete = not any(g.grads.unresolved for g in groups)
+        flags = self._flags.get(key)
+        if flags is None or flags.numel() != count:
+            flags = torch.ones(count, dtype=torch.int32, device=groups[0].device)
+            self._flags[key] = flags
+        if not complete:
+            values = [
+                int(i not in g.grads.unresolved) for g in groups for i in range(len(g.params))
+            ]
+            flags = torch.tensor(values, dtype=torch.int32).to(groups[0].device)
+            self._in_flight.append(flags)
+        self.streams.comm_waits_for_compute()
+        with self.streams.on_comm():
+            if info.shard_size > 1:
+                self.collectives.all_reduce(flags, "max", info.shard_group)
+            if info.replicate_group is not None and info.replicate_size > 1:
+                self.collectives.all_reduce(flags, "max", info.replicate_group)
+        if complete:
+            return
+        self.streams.compute_waits_for_comm()
+        used = flags.tolist()
+        position = 0
+        for group in groups:
+            for index in group.grads.unresolved:
+                if used[position + index]:
+                    group.grads.resolve(index)
+            group.grads.unresolved = []
+            position += len(group.params)

@@ -1,0 +1,417 @@
+"""Who is gathered when: slots, streams, prefetch, and the end of a backward pass."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from . import _torch
+from .buffers import Slot, SlotRequest, assign_slots, slot_sizes
+from .collectives import Collectives
+from .reducer import Reducer
+from .streams import Streams
+from .unit import Phase, Unit
+
+
+class _EndOfBackward:
+    """The callback autograd runs when a backward pass ends; dropped unrun when it raises."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+
+    def __call__(self) -> None:
+        self._schedule.end_backward_pass()
+
+
+class Schedule:
+    """Conducts the units below one root.
+
+    Args:
+        units: All units, in registration order, parents before children.
+        streams: The communication stream and its events.
+        collectives: The back end used by units that have none of their own.
+        is_orphanage: Whether the units have no common root, so that every call of one of them is
+            an iteration of its own and nothing can be prefetched across calls.
+    """
+
+    def __init__(
+        self, units: list[Unit], streams: Streams, collectives: Collectives, is_orphanage: bool
+    ) -> None:
+        self.units = units
+        self.streams = streams
+        self.collectives = collectives
+        self.is_orphanage = is_orphanage
+        self.num_gather_buffers = 2
+        self.reducer = Reducer(streams, collectives)
+        self.stamp = 0
+        self.open_calls = 0
+        self.order: list[Unit] = []
+        self.recording: list[Unit] = []
+        self.post_optim_event: Any = None
+        self.is_last_backward = True
+        self._slots: list[Slot] = []
+        self._slots_dirty = True
+        self._placed_by_execution = False
+        self._following = False
+        self._backward_seen = False
+        self._active: list[Unit] = []
+        self._callback: weakref.ref[_EndOfBackward] | None = None
+
+    # ---- slots ---------------------------------------------------------------------------------
+
+    def place(self, units: Iterable[Unit]) -> None:
+        """Assigns gather slots to units, which must all be idle and owe no backward."""
+        units = [u for u in units if u.groups]
+        for unit in units:
+            if unit.slot is not None and unit.slot.holder is unit:
+                unit.slot.holder = None
+            unit.gather_pending = False
+        requests = [
+            SlotRequest(u.gather_bytes, u.depth, not u.reshard_after_forward) for u in units
+        ]
+        assignment = assign_slots(requests, self.num_gather_buffers)
+        sizes = slot_sizes(requests, assignment)
+        kept = sorted((s for s in self._slots), key=lambda s: s.num_bytes)
+        slots: list[Slot] = []
+        for size in sizes:
+            fitting = next((s for s in kept if s.num_bytes == size), None)
+            if fitting is not None:
+                kept.remove(fitting)
+                fitting.holder = fitting.content = fitting.free_event = None
+                slots.append(fitting)
+            else:
+                slots.append(self._new_slot(size, units[0]))
+        self._slots = slots
+        for unit, index in zip(units, assignment, strict=True):
+            unit.bind(slots[index])
+        self._slots_dirty = False
+
+    def _new_slot(self, size: int, unit: Unit) -> Slot:
+        device = unit.groups[0].device
+        collectives = unit.collectives or self.collectives
+        return Slot(size, lambda n: collectives.allocate(n, device))
+
+    def units_changed(self) -> None:
+        """Units came or went: slots are assigned anew before the next forward."""
+        self.reducer.size_for(self.units)
+        self._slots_dirty = True
+
+    def remove_unit(self, unit: Unit) -> None:
+        """Forgets a unit whose module is gone or has another root now."""
+        if unit in self.units:
+            self.units.remove(unit)
+        self.order = []
+        self.recording = []
+        self.reducer.accumulating.discard(unit)
+        if unit.slot is not None and unit.slot.content is unit:
+            unit.slot.content = unit.slot.holder = None
+        unit.slot = None
+        self.units_changed()
+
+    def invalidate_slots(self) -> None:
+        """Asks for a new assignment at the next iteration (a setting changed)."""
+        self._slots_dirty = True
+
+    def _refresh_slots(self) -> None:
+        """Assigns slots when a setting changed, and once by the order units really ran in."""
+        if any(u.in_use or u.pending_backward for u in self.units):
+            return
+        by_execution = bool(self.order) and not self._placed_by_execution
+        if (
+            self._slots_dirty
+            or by_execution
+            or any(u.slot is None and u.groups for u in self.units)
+        ):
+            position: dict[Unit, int] = {}
+            for unit in (*self.order, *self.units):
+                position.setdefault(unit, len(position))
+            ranked = sorted(self.units, key=position.__getitem__)
+            self._placed_by_execution = bool(self.order)
+            self.place(ranked)
+
+    def _claim(self, unit: Unit) -> Slot:
+        """Takes the unit's slot from whoever holds it without using it."""
+        slot = unit.slot
+        if slot is None:
+            slot = self._give_own_slot(unit)
+        other = slot.holder
+        if other is not None and other is not unit:
+            if other.phase is Phase.BACKWARD and not other.held:
+                self.end_backward(other)
+            if other.in_use:
+                slot = self._give_own_slot(unit)
+            else:
+                slot.holder = None
+        if slot.content is not unit and slot.content is not None:
+            slot.content.mark_stale()
+        slot.holder = unit
+        return slot
+
+    def _give_own_slot(self, unit: Unit) -> Slot:
+        """Gives a unit a slot of its own because its slot is in use by another."""
+        if unit.pending_backward and unit.slot is not None:
+            other = unit.slot.holder
+            raise RuntimeError(
+                f"unit '{unit.fqn}' needs its gather buffer for backward while unit "
+                f"'{other.fqn if other else '?'}' computes in it. These units are alive at the "
+                "same time: call set_num_gather_buffers(3) (or more) on the root module, or "
+                "set_reshard_after_forward(False) on one of them."
+            )
+        slot = self._new_slot(unit.gather_bytes, unit)
+        self._slots.append(slot)
+        unit.bind(slot)
+        return slot
+
+    # ---- gather and release -----------------------------------------------------------------
+
+    def launch_gather(self, unit: Unit, stamp: int) -> None:
+        """Starts gathering a unit unless its bytes are already there."""
+        if not unit.groups:
+            return
+        slot = unit.slot
+        if slot is not None and slot.holder is unit and slot.stamp == stamp:
+            return
+        slot = self._claim(unit)
+        if slot.content is unit and slot.stamp == stamp:
+            return
+        slot.content = None
+        if not unit.switched:
+            unit.readopt_if_replaced()
+        self.streams.comm_waits(slot.free_event)
+        slot.free_event = None
+        collectives = unit.collectives or self.collectives
+        with self.streams.on_comm():
+            for group in unit.groups:
+                group.gather(collectives)
+        if unit.gather_event is None:
+            unit.gather_event = self.streams.new_event()
+        self.streams.record_comm(unit.gather_event)
+        unit.gather_pending = True
+        slot.content = unit
+        slot.stamp = stamp
+
+    def finish_gather(self, unit: Unit) -> None:
+        """Makes compute wait for the gather and modules hold the unsharded parameters."""
+        if unit.gather_pending:
+            self.streams.compute_waits(unit.gather_event)
+            unit.gather_pending = False
+        unit.to_unsharded()
+
+    def release(self, unit: Unit) -> None:
+        """Modules hold the sharded parameters again; the slot is free once compute has passed."""
+        unit.to_sharded()
+        slot = unit.slot
+        if slot is not None and slot.holder is unit:
+            if unit.gather_pending:  # never used: later gathers are ordered on the same stream
+                unit.gather_pending = False
+            if unit.free_event is None:
+                unit.free_event = self.streams.new_event()
+            slot.free_event = self.streams.record_compute(unit.free_event)
+            slot.holder = None
+
+    def _slot_is_free(self, unit: Unit) -> bool:
+        return unit.slot is not None and (unit.slot.holder is None or unit.slot.holder is unit)
+
+    # ---- forward ------------------------------------------------------------------------------
+
+    def begin_iteration(self) -> None:
+        """A new outermost forward: whatever an exception left behind is cleaned up first."""
+        if not self.backward_alive():
+            self.recover()
+        self.stamp += 1
+        if self.recording and not self._keeps_recording():
+            self.order, self.recording = self.recording, []
+        self._following = bool(self.order)
+        self._backward_seen = False
+        for unit in self.units:
+            for group in unit.groups:
+                group.grads.release_unused()
+        self._refresh_slots()
+        if self.post_optim_event is not None:
+            self.streams.comm_waits(self.post_optim_event)
+            self.post_optim_event = None
+        else:
+            self.streams.comm_waits_for_compute()
+        for slot in self._slots:
+            slot.free_event = None
+
+    def _keeps_recording(self) -> bool:
+        """Units without a common root go on recording until their backward has run."""
+        limit = 4 * len(self.units)
+        return self.is_orphanage and not self._backward_seen and len(self.recording) < limit
+
+    def recover(self) -> None:
+        """Returns every unit to idle: an exception may have ended a forward or a backward."""
+        for unit in self._active:
+            for group in unit.groups:
+                group.grads.drop()
+        self._active.clear()
+        self._callback = None
+        self.open_calls = 0
+        for unit in self.units:
+            if unit.phase is not Phase.IDLE:
+                for group in unit.groups:
+                    group.grads.drop()
+                unit.phase = Phase.IDLE
+                unit.calls = 0
+                self.release(unit)
+        self.reducer.reset()
+
+    def pre_forward(self, unit: Unit) -> None:
+        """Gathers a unit for its forward and starts the next one's gather."""
+        if unit.phase in (Phase.BACKWARD, Phase.FORWARD_IN_BACKWARD):
+            # Activation checkpointing recomputes inside this unit's own backward.
+            self.finish_gather(unit)
+            return
+        recompute = _torch.current_graph_task() != -1
+        if self.open_calls == 0 and not recompute:
+            self.begin_iteration()
+        self.open_calls += 1
+        unit.calls += 1
+        unit.change(Phase.FORWARD)
+        self.launch_gather(unit, self.stamp)
+        self.finish_gather(unit)
+        if not recompute:
+            unit.position = len(self.recording)
+            self.recording.append(unit)
+            self._prefetch_forward(unit)
+
+    def post_forward(self, unit: Unit, needs_backward: bool) -> None:
+        """Ends a unit's forward; reshards it unless it stays gathered for its backward."""
+        if unit.phase is not Phase.FORWARD:
+            return
+        self.open_calls = max(0, self.open_calls - 1)
+        unit.calls = max(0, unit.calls - 1)
+        if needs_backward:
+            unit.pending_backward += 1
+            unit.forward_stamp = self.stamp
+        if unit.calls:
+            return
+        unit.change(Phase.IDLE)
+        if unit.reshard_after_forward or not needs_backward:
+            unit.held = False
+            self.release(unit)
+        elif not unit.held:
+            unit.to_sharded()  # the bytes stay; outside forward users see sharded parameters
+
+    def _prefetch_forward(self, unit: Unit) -> None:
+        position = unit.position
+        if unit.forward_prefetch is not None:
+            targets = unit.forward_prefetch
+        elif self.is_orphanage or not self._following:
+            return
+        elif position >= len(self.order) or self.order[position] is not unit:
+            self._following = False  # this iteration runs in another order than the last
+            return
+        else:
+            targets = self.order[position + 1 : position + self.num_gather_buffers]
+        for target in targets:
+            if target is unit or not self._slot_is_free(target):
+                return
+            self.launch_gather(target, self.stamp)
+
+    # ---- backward -----------------------------------------------------------------------------
+
+    def backward_alive(self) -> bool:
+        """Whether a backward pass that we joined is still running."""
+        return self._callback is not None and self._callback() is not None
+
+    def _join_backward_pass(self) -> None:
+        if self.backward_alive():
+            return
+        if self._active or self._callback is not None:
+            self.recover()
+        callback = _EndOfBackward(self)
+        self._callback = weakref.ref(callback)
+        _torch.queue_backward_callback(callback)
+        self.streams.comm_waits_for_compute()
+
+    def pre_backward(self, unit: Unit) -> None:
+        """The gradient reached a unit's output: gather it, then the one before it."""
+        if unit.phase in (Phase.BACKWARD, Phase.FORWARD_IN_BACKWARD):
+            return
+        self._join_backward_pass()
+        unit.change(Phase.BACKWARD if unit.phase is Phase.IDLE else Phase.FORWARD_IN_BACKWARD)
+        self._active.append(unit)
+        if unit.unshard_in_backward or unit.switched:
+            self.launch_gather(unit, unit.forward_stamp)
+            self.finish_gather(unit)
+        self._prefetch_backward(unit)
+
+    def _prefetch_backward(self, unit: Unit) -> None:
+        if unit.backward_prefetch is not None:
+            targets = unit.backward_prefetch
+        else:
+            position = unit.position
+            if position >= len(self.recording) or self.recording[position] is not unit:
+                return
+            first = max(0, position - (self.num_gather_buffers - 1))
+            targets = self.recording[first:position][::-1]
+        for target in targets:
+            if target is unit or not target.pending_backward or not target.unshard_in_backward:
+                continue
+            if not self._slot_is_free(target):
+                return
+            self.launch_gather(target, target.forward_stamp)
+
+    def try_end_backward(self, unit: Unit) -> None:
+        """Ends a unit's backward if no more of its gradients are to come."""
+        if unit.phase not in (Phase.BACKWARD, Phase.FORWARD_IN_BACKWARD):
+            return
+        if any(group.grads.expected() for group in unit.groups):
+            return
+        self.end_backward(unit)
+
+    def end_backward(self, unit: Unit) -> None:
+        """Frees the unit's slot, gathers the next one into it, and reduces the gradients."""
+        self._active.remove(unit)
+        unit.change(Phase.IDLE if unit.phase is Phase.BACKWARD else Phase.FORWARD)
+        unit.pending_backward = max(0, unit.pending_backward - 1)
+        if unit.phase is Phase.IDLE and unit.reshard_after_backward:
+            unit.held = False
+            self.release(unit)
+        if self._active:
+            self._prefetch_backward(self._active[-1])
+        self.reducer.reduce(unit)
+
+    def end_backward_pass(self) -> None:
+        """Everything autograd will do is done: reduce what is left and wait for the results."""
+        self._callback = None
+        self._backward_seen = True
+        for unit in self._active[::-1]:
+            self.end_backward(unit)
+        for unit in self.units:
+            if unit.pending_backward or unit in self.reducer.accumulating:
+                self.reducer.reduce(unit)
+                if self.is_last_backward:
+                    unit.pending_backward = 0
+            self._drop_unused_prefetch(unit)
+        self.reducer.finish(self.units)
+
+    def _drop_unused_prefetch(self, unit: Unit) -> None:
+        slot = unit.slot
+        if slot is not None and slot.holder is unit and not unit.in_use and not unit.switched:
+            self.release(unit)
+
+    # ---- by hand ------------------------------------------------------------------------------
+
+    def unshard(self, unit: Unit) -> None:
+        """Starts a gather on the user's request."""
+        if self.open_calls == 0 and not self.backward_alive() and not unit.in_use:
+            self.stamp += 1
+            if unit.slot is None or self._slots_dirty:
+                self._refresh_slots()
+            self.streams.comm_waits_for_compute()
+        unit.held = True
+        self.launch_gather(unit, self.stamp)
+
+    def reshard(self, unit: Unit) -> None:
+        """Frees a unit that nobody computes with."""
+        unit.held = False
+        if unit.phase is Phase.IDLE:
+            self.release(unit)
+
+    def buffers(self) -> list[Slot]:
+        """Every persistent gather and gradient slot, for reports."""
+        return self._slots + self.reducer.slots

@@ -1,0 +1,146 @@
+"""A unit: the modules of one ``fully_shard`` call and the groups that travel together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any
+
+from .buffers import Slot, aligned
+from .collectives import Collectives
+from .group import ParamGroup
+from .precision import MixedPrecisionPolicy
+
+STALE_VERSION = 1 << 20
+"""Version counters of parameters whose slot was overwritten start here, so that autograd's message
+("is at version 1048576") can be looked up in the troubleshooting page."""
+
+
+class Phase(Enum):
+    """What a unit is doing."""
+
+    IDLE = "idle"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    FORWARD_IN_BACKWARD = "forward inside backward"
+
+
+LEGAL_CHANGES = {
+    (Phase.IDLE, Phase.FORWARD),
+    (Phase.FORWARD, Phase.IDLE),
+    (Phase.IDLE, Phase.BACKWARD),
+    (Phase.BACKWARD, Phase.IDLE),
+    (Phase.BACKWARD, Phase.FORWARD_IN_BACKWARD),  # activation checkpointing recomputes
+    (Phase.FORWARD_IN_BACKWARD, Phase.BACKWARD),
+    (Phase.FORWARD_IN_BACKWARD, Phase.FORWARD),  # a backward inside forward ends
+    (Phase.FORWARD, Phase.FORWARD_IN_BACKWARD),  # torch.autograd.grad inside forward
+}
+
+
+class Unit:
+    """State of one managed module (or list of modules).
+
+    Attributes:
+        fqn: Name for messages.
+        groups: Homogeneous groups; their collectives are issued together.
+        slot: The gather slot this unit's parameters are views of; fixed while a backward is due.
+        phase: See :class:`Phase`.
+        held: Whether the user asked for the parameters with ``unshard()``.
+        switched: Whether modules hold the unsharded parameters now.
+    """
+
+    def __init__(
+        self, fqn: str, groups: Sequence[ParamGroup], policy: MixedPrecisionPolicy
+    ) -> None:
+        self.fqn = fqn
+        self.groups = tuple(groups)
+        self.policy = policy
+        self.slot: Slot | None = None
+        self.phase = Phase.IDLE
+        self.held = False
+        self.switched = False
+        self.pending_backward = 0
+        self.calls = 0
+        self.position = 0
+        self.depth = 0
+        self.index = 0
+        self.forward_stamp = -1
+        self.gather_event: Any = None
+        self.gather_pending = False
+        self.free_event: Any = None
+        self.collectives: Collectives | None = None
+        self.on_forget: Callable[[Unit], None] | None = None
+        # What a user may set.
+        self.reshard_after_forward = True
+        self.reshard_after_backward = True
+        self.unshard_in_backward = True
+        self.sync_gradients = True
+        self.forward_prefetch: list[Unit] | None = None
+        self.backward_prefetch: list[Unit] | None = None
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any parameter of the unit wants a gradient now."""
+        return any(p.sharded.requires_grad for g in self.groups for p in g.params)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether somebody computes with the gathered parameters."""
+        return self.phase is not Phase.IDLE or self.held
+
+    def change(self, phase: Phase) -> None:
+        """Moves to another phase; an illegal change is a defect and names the unit."""
+        if phase is not self.phase:
+            if (self.phase, phase) not in LEGAL_CHANGES:
+                raise RuntimeError(
+                    f"unit '{self.fqn}' can not go from {self.phase.value} to {phase.value}"
+                )
+            self.phase = phase
+
+    @property
+    def gather_bytes(self) -> int:
+        """Bytes of a gather slot that holds all groups."""
+        return sum(aligned(g.gather_bytes) for g in self.groups)
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Bytes of a gradient slot that holds all groups."""
+        return sum(aligned(g.reduce_bytes) for g in self.groups)
+
+    def bind(self, slot: Slot) -> None:
+        """Cuts every group's views out of ``slot``."""
+        if self.slot is not None and self.slot.content is self:
+            self.slot.content = None
+        self.slot = slot
+        offset = 0
+        for group in self.groups:
+            group.bind(slot.view(offset, group.layout.total_numel, group.dtypes.gather))
+            offset += aligned(group.gather_bytes)
+
+    def to_unsharded(self) -> None:
+        """Modules hold the unsharded parameters from here on."""
+        if not self.switched:
+            for group in self.groups:
+                group.to_unsharded()
+            self.switched = True
+
+    def to_sharded(self) -> None:
+        """Modules hold the sharded parameters from here on."""
+        if self.switched:
+            for group in self.groups:
+                group.to_sharded()
+            self.switched = False
+
+    def mark_stale(self) -> None:
+        """The slot goes to another unit: a backward that still needs the old bytes must raise."""
+        for group in self.groups:
+            group.mark_stale(STALE_VERSION + self.index)
+
+    def readopt_if_replaced(self) -> None:
+        """Notices parameters that user code put into a module since the last gather."""
+        for group in self.groups:
+            for param in group.params:
+                for table, name in param.sites:
+                    if table.get(name) is not param.sharded:
+                        group.readopt()
+                        break
