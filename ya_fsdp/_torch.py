@@ -17,7 +17,22 @@ foreach_zero_ = torch._foreach_zero_
 
 # Calling a function on a tensor subclass as if it were a plain tensor; no public name exists.
 without_torch_function = torch._C.DisableTorchFunctionSubclass
-version_getter = Tensor._version.__get__
+
+
+def getter(name: str) -> Any:
+    """What torch passes to ``__torch_function__`` when an attribute of a tensor is read."""
+    return getattr(Tensor, name).__get__
+
+
+def setter(name: str) -> Any:
+    """What torch passes to ``__torch_function__`` when an attribute of a tensor is set."""
+    return getattr(Tensor, name).__set__
+
+
+def deleter(name: str) -> Any:
+    """What torch passes to ``__torch_function__`` when an attribute of a tensor is deleted."""
+    return getattr(Tensor, name).__delete__
+
 
 # ---- engine: collectives, autograd engine, version counters ------------------------------------
 
@@ -60,7 +75,7 @@ def current_graph_task() -> int:
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
-    """Runs ``callback`` at the end of the current backward pass; DDP uses the same, no public name."""
+    """Runs ``callback`` at the end of the current backward pass; no public name exists."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
@@ -70,7 +85,7 @@ def will_execute(node: Any) -> bool:
 
 
 def set_version_counters(tensors: tuple[Tensor, ...], versions: tuple[int, ...]) -> None:
-    """Sets autograd's version counters, so that its own check finds a reused buffer; no public name."""
+    """Sets autograd's version counters, so that its own check finds a reused buffer."""
     if tensors:
         torch._C._autograd._unsafe_set_version_counter(tensors, versions)
 
@@ -183,3 +198,18 @@ def decompose(func: Any, args: Any, kwargs: Any) -> Any:
 def foreach_norm(tensors: list[Tensor], p: float, dtype: torch.dtype | None) -> tuple[Tensor, ...]:
     """Norms of many tensors in a few kernels; the public functions take one tensor."""
     return torch._foreach_norm(tensors, p, dtype)
+
+
+def on_gradient(tensor: Tensor, hook: Callable[[Any], None]) -> None:
+    """``Tensor.register_hook``, which torch leaves untyped."""
+    tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def on_state_dict(
+    module: torch.nn.Module, before: Callable[..., None], after_load: Callable[..., None]
+) -> None:
+    """Calls ``before`` ahead of saving and loading; torch leaves these methods untyped."""
+    register: Any = module
+    register.register_state_dict_pre_hook(before)
+    register.register_load_state_dict_pre_hook(before)
+    register.register_load_state_dict_post_hook(after_load)

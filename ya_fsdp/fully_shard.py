@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 
+from . import _torch
 from .build import (
     GranularityOption,
     ModuleState,
@@ -28,6 +29,7 @@ from .precision import MixedPrecisionPolicy
 from .unit import Unit
 
 M = TypeVar("M", bound=nn.Module)
+DEFAULT_POLICY = MixedPrecisionPolicy()
 
 
 @overload
@@ -57,7 +59,7 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
-    mp_policy: TorchMixedPrecisionPolicy = MixedPrecisionPolicy(),
+    mp_policy: TorchMixedPrecisionPolicy = DEFAULT_POLICY,
     ignored_params: Iterable[nn.Parameter] | None = None,
     shard_alignment: int | None = None,
     granularity: GranularityOption = "auto",
@@ -127,9 +129,7 @@ def _install(module: nn.Module, unit: Unit, *, is_list: bool) -> None:
     """Gives a module its state, its class and the hooks that keep state dicts sharded."""
     module.__dict__["_ya_fsdp_state"] = ModuleState(unit, is_list)
     module.__class__ = sharded_class(type(module))
-    module.register_state_dict_pre_hook(_reshard_first)
-    module.register_load_state_dict_pre_hook(_reshard_first)
-    module.register_load_state_dict_post_hook(_readopt_after)
+    _torch.on_state_dict(module, _reshard_first, _readopt_after)
     weakref.finalize(module, _forget, unit)
 
 

@@ -55,7 +55,7 @@ def watch_outputs(schedule: Schedule, unit: Unit, output: Any) -> bool:
     for tensor in tensors_in(output):
         if tensor.requires_grad:
             found = True
-            tensor.register_hook(gradient_arrives)
+            _torch.on_gradient(tensor, gradient_arrives)
             base = _torch.view_base(tensor)
             if base is not None and base.grad_fn is not None:
                 # An in-place edit of a view gives the view another history and drops its hooks;
@@ -81,11 +81,11 @@ def watch_inputs(
         return
     if len(tensors) == 1:
         (tensor,) = tensors.values()
-        tensor.register_hook(lambda _: schedule.try_end_backward(unit))
+        _torch.on_gradient(tensor, lambda _: schedule.try_end_backward(unit))
         return
     inputs = _Inputs(schedule, unit, list(tensors.values()))
     for index, tensor in enumerate(tensors.values()):
-        tensor.register_hook(inputs.hook(index))
+        _torch.on_gradient(tensor, inputs.hook(index))
 
 
 class _Inputs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -42,5 +43,5 @@ class MeshInfo:
 
     def placements(self, bounds: Sequence[int], shape: torch.Size) -> tuple[Placement, ...]:
         """The placements of a parameter with these bounds."""
-        ragged = make_placement(tuple(bounds), shape)
+        ragged = cast(Placement, make_placement(tuple(bounds), shape))
         return (ragged,) if self.mesh.ndim == 1 else (Replicate(), ragged)

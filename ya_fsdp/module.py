@@ -45,7 +45,7 @@ class YaFSDPModule(FSDPModule):
         original = next(c for c in cls.__mro__ if not issubclass(c, FSDPModule))
         instance = original.__new__(original)
         if hasattr(instance, "__init__"):
-            instance.__init__(*args, **kwargs)
+            type(instance).__init__(instance, *args, **kwargs)
         return instance
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -54,7 +54,7 @@ class YaFSDPModule(FSDPModule):
 
     # ---- gathering by hand -----------------------------------------------------------------
 
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # type: ignore[override]
         """Gathers this module's parameters (not those of managed submodules).
 
         Args:
@@ -135,9 +135,7 @@ class YaFSDPModule(FSDPModule):
 
     # ---- when to reshard -----------------------------------------------------------------------
 
-    def set_reshard_after_forward(
-        self, reshard_after_forward: bool, *, recurse: bool = True
-    ) -> None:
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether parameters are freed between forward and backward (ZeRO-3) or kept (ZeRO-2)."""
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward must be a bool, got {reshard_after_forward}")
@@ -158,11 +156,11 @@ class YaFSDPModule(FSDPModule):
 
     # ---- prefetch and buffers ---------------------------------------------------------------
 
-    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+    def set_modules_to_forward_prefetch(self, modules: Sequence[Any]) -> None:
         """Modules gathered while this one's forward runs, in order."""
         _state(self).unit.forward_prefetch = _units_of(modules)
 
-    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+    def set_modules_to_backward_prefetch(self, modules: Sequence[Any]) -> None:
         """Modules gathered while this one's backward runs, in order."""
         _state(self).unit.backward_prefetch = _units_of(modules)
 
@@ -170,7 +168,7 @@ class YaFSDPModule(FSDPModule):
         """How many gather buffers units of one depth share; one fewer is prefetched ahead."""
         _check_count(num_buffers)
         schedule = schedule_of(cast(nn.Module, self))
-        schedule.num_gather_buffers = num_buffers
+        schedule.pool.num_buffers = num_buffers
         self._ya_slots_changed()
 
     def set_num_gradient_buffers(self, num_buffers: int) -> None:
@@ -246,7 +244,7 @@ class YaFSDPModule(FSDPModule):
         for module in cast(nn.Module, self).modules():
             state = state_of(module)
             if state is not None and state.schedule is not None:
-                state.schedule.invalidate_slots()
+                state.schedule.pool.dirty = True
 
 
 def call_with_unshard(

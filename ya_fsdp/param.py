@@ -17,25 +17,31 @@ The table, not the module, is kept: an edge back to the module would keep a dele
 """
 
 _HARMLESS = {
-    Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+    *(
+        _torch.getter(name)
+        for name in (
+            "requires_grad",
+            "grad",
+            "shape",
+            "dtype",
+            "device",
+            "is_leaf",
+            "grad_fn",
+            "layout",
+            "ndim",
+            "_version",
+        )
+    ),
+    _torch.setter("grad"),
+    _torch.deleter("grad"),
     Tensor.requires_grad_,
-    Tensor.grad.__get__,  # type: ignore[attr-defined]
-    Tensor.grad.__set__,  # type: ignore[attr-defined]
-    Tensor.grad.__delete__,  # type: ignore[attr-defined]
-    Tensor.shape.__get__,  # type: ignore[attr-defined]
-    Tensor.dtype.__get__,  # type: ignore[attr-defined]
-    Tensor.device.__get__,  # type: ignore[attr-defined]
-    Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
-    Tensor.grad_fn.__get__,  # type: ignore[attr-defined]
-    _torch.version_getter,
-    Tensor.layout.__get__,  # type: ignore[attr-defined]
-    Tensor.ndim.__get__,  # type: ignore[attr-defined]
     Tensor.size,
     Tensor.dim,
     Tensor.numel,
     Tensor.stride,
     Tensor.is_floating_point,
 }
+"""What may be asked of a released parameter: everything but its values."""
 
 
 class ReleasedParameter(nn.Parameter):
@@ -68,7 +74,7 @@ class ReleasedParameter(nn.Parameter):
             "set_reshard_after_forward(False) on that module."
         )
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Names the parameter without touching its values."""
         fqn = getattr(self, "_ya_fsdp_fqn", "?")
         return f"ReleasedParameter('{fqn}', shape={tuple(self.shape)})"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 from . import _torch
-from .buffers import Slot, SlotRequest, assign_slots, slot_sizes
+from .buffers import Slot
 from .collectives import Collectives
+from .pool import GatherPool
 from .reducer import Reducer
 from .streams import Streams
 from .unit import Phase, Unit
@@ -42,7 +42,7 @@ class Schedule:
         self.streams = streams
         self.collectives = collectives
         self.is_orphanage = is_orphanage
-        self.num_gather_buffers = 2
+        self.pool = GatherPool(collectives)
         self.reducer = Reducer(streams, collectives)
         self.stamp = 0
         self.open_calls = 0
@@ -50,52 +50,15 @@ class Schedule:
         self.recording: list[Unit] = []
         self.post_optim_event: Any = None
         self.is_last_backward = True
-        self._slots: list[Slot] = []
-        self._slots_dirty = True
-        self._placed_by_execution = False
         self._following = False
         self._backward_seen = False
         self._active: list[Unit] = []
         self._callback: weakref.ref[_EndOfBackward] | None = None
 
-    # ---- slots ---------------------------------------------------------------------------------
-
-    def place(self, units: Iterable[Unit]) -> None:
-        """Assigns gather slots to units, which must all be idle and owe no backward."""
-        units = [u for u in units if u.groups]
-        for unit in units:
-            if unit.slot is not None and unit.slot.holder is unit:
-                unit.slot.holder = None
-            unit.gather_pending = False
-        requests = [
-            SlotRequest(u.gather_bytes, u.depth, not u.reshard_after_forward) for u in units
-        ]
-        assignment = assign_slots(requests, self.num_gather_buffers)
-        sizes = slot_sizes(requests, assignment)
-        kept = sorted((s for s in self._slots), key=lambda s: s.num_bytes)
-        slots: list[Slot] = []
-        for size in sizes:
-            fitting = next((s for s in kept if s.num_bytes == size), None)
-            if fitting is not None:
-                kept.remove(fitting)
-                fitting.holder = fitting.content = fitting.free_event = None
-                slots.append(fitting)
-            else:
-                slots.append(self._new_slot(size, units[0]))
-        self._slots = slots
-        for unit, index in zip(units, assignment, strict=True):
-            unit.bind(slots[index])
-        self._slots_dirty = False
-
-    def _new_slot(self, size: int, unit: Unit) -> Slot:
-        device = unit.groups[0].device
-        collectives = unit.collectives or self.collectives
-        return Slot(size, lambda n: collectives.allocate(n, device))
-
     def units_changed(self) -> None:
         """Units came or went: slots are assigned anew before the next forward."""
         self.reducer.size_for(self.units)
-        self._slots_dirty = True
+        self.pool.dirty = True
 
     def remove_unit(self, unit: Unit) -> None:
         """Forgets a unit whose module is gone or has another root now."""
@@ -109,60 +72,6 @@ class Schedule:
         unit.slot = None
         self.units_changed()
 
-    def invalidate_slots(self) -> None:
-        """Asks for a new assignment at the next iteration (a setting changed)."""
-        self._slots_dirty = True
-
-    def _refresh_slots(self) -> None:
-        """Assigns slots when a setting changed, and once by the order units really ran in."""
-        if any(u.in_use or u.pending_backward for u in self.units):
-            return
-        by_execution = bool(self.order) and not self._placed_by_execution
-        if (
-            self._slots_dirty
-            or by_execution
-            or any(u.slot is None and u.groups for u in self.units)
-        ):
-            position: dict[Unit, int] = {}
-            for unit in (*self.order, *self.units):
-                position.setdefault(unit, len(position))
-            ranked = sorted(self.units, key=position.__getitem__)
-            self._placed_by_execution = bool(self.order)
-            self.place(ranked)
-
-    def _claim(self, unit: Unit) -> Slot:
-        """Takes the unit's slot from whoever holds it without using it."""
-        slot = unit.slot
-        if slot is None:
-            slot = self._give_own_slot(unit)
-        other = slot.holder
-        if other is not None and other is not unit:
-            if other.phase is Phase.BACKWARD and not other.held:
-                self.end_backward(other)
-            if other.in_use:
-                slot = self._give_own_slot(unit)
-            else:
-                slot.holder = None
-        if slot.content is not unit and slot.content is not None:
-            slot.content.mark_stale()
-        slot.holder = unit
-        return slot
-
-    def _give_own_slot(self, unit: Unit) -> Slot:
-        """Gives a unit a slot of its own because its slot is in use by another."""
-        if unit.pending_backward and unit.slot is not None:
-            other = unit.slot.holder
-            raise RuntimeError(
-                f"unit '{unit.fqn}' needs its gather buffer for backward while unit "
-                f"'{other.fqn if other else '?'}' computes in it. These units are alive at the "
-                "same time: call set_num_gather_buffers(3) (or more) on the root module, or "
-                "set_reshard_after_forward(False) on one of them."
-            )
-        slot = self._new_slot(unit.gather_bytes, unit)
-        self._slots.append(slot)
-        unit.bind(slot)
-        return slot
-
     # ---- gather and release -----------------------------------------------------------------
 
     def launch_gather(self, unit: Unit, stamp: int) -> None:
@@ -172,7 +81,7 @@ class Schedule:
         slot = unit.slot
         if slot is not None and slot.holder is unit and slot.stamp == stamp:
             return
-        slot = self._claim(unit)
+        slot = self.pool.claim(unit, self.end_backward)
         if slot.content is unit and slot.stamp == stamp:
             return
         slot.content = None
@@ -210,9 +119,6 @@ class Schedule:
             slot.free_event = self.streams.record_compute(unit.free_event)
             slot.holder = None
 
-    def _slot_is_free(self, unit: Unit) -> bool:
-        return unit.slot is not None and (unit.slot.holder is None or unit.slot.holder is unit)
-
     # ---- forward ------------------------------------------------------------------------------
 
     def begin_iteration(self) -> None:
@@ -227,13 +133,13 @@ class Schedule:
         for unit in self.units:
             for group in unit.groups:
                 group.grads.release_unused()
-        self._refresh_slots()
+        self.pool.refresh(self.units, self.order)
         if self.post_optim_event is not None:
             self.streams.comm_waits(self.post_optim_event)
             self.post_optim_event = None
         else:
             self.streams.comm_waits_for_compute()
-        for slot in self._slots:
+        for slot in self.pool.slots:
             slot.free_event = None
 
     def _keeps_recording(self) -> bool:
@@ -305,9 +211,9 @@ class Schedule:
             self._following = False  # this iteration runs in another order than the last
             return
         else:
-            targets = self.order[position + 1 : position + self.num_gather_buffers]
+            targets = self.order[position + 1 : position + self.pool.num_buffers]
         for target in targets:
-            if target is unit or not self._slot_is_free(target):
+            if target is unit or not self.pool.is_free(target):
                 return
             self.launch_gather(target, self.stamp)
 
@@ -346,12 +252,12 @@ class Schedule:
             position = unit.position
             if position >= len(self.recording) or self.recording[position] is not unit:
                 return
-            first = max(0, position - (self.num_gather_buffers - 1))
+            first = max(0, position - (self.pool.num_buffers - 1))
             targets = self.recording[first:position][::-1]
         for target in targets:
             if target is unit or not target.pending_backward or not target.unshard_in_backward:
                 continue
-            if not self._slot_is_free(target):
+            if not self.pool.is_free(target):
                 return
             self.launch_gather(target, target.forward_stamp)
 
@@ -400,8 +306,8 @@ class Schedule:
         """Starts a gather on the user's request."""
         if self.open_calls == 0 and not self.backward_alive() and not unit.in_use:
             self.stamp += 1
-            if unit.slot is None or self._slots_dirty:
-                self._refresh_slots()
+            if unit.slot is None or self.pool.dirty:
+                self.pool.refresh(self.units, self.order)
             self.streams.comm_waits_for_compute()
         unit.held = True
         self.launch_gather(unit, self.stamp)
@@ -414,4 +320,4 @@ class Schedule:
 
     def buffers(self) -> list[Slot]:
         """Every persistent gather and gradient slot, for reports."""
-        return self._slots + self.reducer.slots
+        return self.pool.slots + self.reducer.slots

@@ -76,8 +76,9 @@ def _map_dict(value: dict[Any, Any], function: Callable[[Tensor], Tensor]) -> An
         return value
     if type(value) is dict:
         return {**value, **changes}
-    if dataclasses.is_dataclass(value):  # a model output that is a dict and a dataclass
-        return dataclasses.replace(value, **changes)
+    other: Any = value
+    if dataclasses.is_dataclass(other):  # a model output that is a dict and a dataclass
+        return dataclasses.replace(other, **changes)  # type: ignore[type-var]
     fresh = value.copy()
     fresh.update(changes)
     return fresh

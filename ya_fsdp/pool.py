@@ -1,0 +1,113 @@
+"""Which gather slot each unit uses: assignment, claims, and units that collide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from .buffers import Slot, SlotRequest, assign_slots, slot_sizes
+from .collectives import Collectives
+from .unit import Phase, Unit
+
+
+class GatherPool:
+    """The gather slots of one schedule.
+
+    Attributes:
+        num_buffers: Slots that units of one depth share.
+        dirty: Whether slots have to be assigned anew before the next forward.
+    """
+
+    def __init__(self, collectives: Collectives) -> None:
+        self.collectives = collectives
+        self.num_buffers = 2
+        self.dirty = True
+        self.slots: list[Slot] = []
+        self._placed_by_execution = False
+
+    def refresh(self, units: Sequence[Unit], order: Sequence[Unit]) -> None:
+        """Assigns slots if a setting changed, and once more by the order units really ran in.
+
+        Nothing moves while a unit is in use or owes a backward: autograd saved views of its slot.
+        """
+        by_execution = bool(order) and not self._placed_by_execution
+        unplaced = any(u.slot is None and u.groups for u in units)
+        if not (self.dirty or by_execution or unplaced):
+            return
+        if any(u.in_use or u.pending_backward for u in units):
+            return
+        position: dict[Unit, int] = {}
+        for unit in (*order, *units):
+            position.setdefault(unit, len(position))
+        self._placed_by_execution = bool(order)
+        self._place(sorted((u for u in units if u.groups), key=position.__getitem__))
+
+    def _place(self, units: Sequence[Unit]) -> None:
+        for unit in units:
+            if unit.slot is not None and unit.slot.holder is unit:
+                unit.slot.holder = None
+            unit.gather_pending = False
+        requests = [
+            SlotRequest(u.gather_bytes, u.depth, not u.reshard_after_forward) for u in units
+        ]
+        assignment = assign_slots(requests, self.num_buffers)
+        kept = list(self.slots)
+        slots: list[Slot] = []
+        for size in slot_sizes(requests, assignment):
+            fitting = next((s for s in kept if s.num_bytes == size), None)
+            if fitting is None:
+                fitting = self._new_slot(size, units[0])
+            else:
+                kept.remove(fitting)
+                fitting.holder = fitting.content = fitting.free_event = None
+            slots.append(fitting)
+        self.slots = slots
+        for unit, index in zip(units, assignment, strict=True):
+            if unit.slot is not slots[index]:
+                unit.bind(slots[index])
+        self.dirty = False
+
+    def _new_slot(self, size: int, unit: Unit) -> Slot:
+        device = unit.groups[0].device
+        collectives = unit.collectives or self.collectives
+        return Slot(size, lambda n: collectives.allocate(n, device))
+
+    def claim(self, unit: Unit, end_backward: Callable[[Unit], None]) -> Slot:
+        """Takes the unit's slot from whoever holds it without computing in it.
+
+        Args:
+            unit: The unit that is about to be gathered.
+            end_backward: Ends the backward of a unit that is only waiting for its end.
+        """
+        slot = unit.slot
+        if slot is None:
+            slot = self._give_own_slot(unit)
+        other = slot.holder
+        if other is not None and other is not unit:
+            if other.phase is Phase.BACKWARD and not other.held:
+                end_backward(other)
+            if other.in_use:
+                slot = self._give_own_slot(unit)
+            else:
+                slot.holder = None
+        if slot.content is not unit and slot.content is not None:
+            slot.content.mark_stale()
+        slot.holder = unit
+        return slot
+
+    def _give_own_slot(self, unit: Unit) -> Slot:
+        if unit.pending_backward and unit.slot is not None:
+            other = unit.slot.holder
+            raise RuntimeError(
+                f"unit '{unit.fqn}' needs its gather buffer for backward while unit "
+                f"'{other.fqn if other else '?'}' computes in it. These units are alive at the "
+                "same time: call set_num_gather_buffers(3) (or more) on the root module, or "
+                "set_reshard_after_forward(False) on one of them."
+            )
+        slot = self._new_slot(unit.gather_bytes, unit)
+        self.slots.append(slot)
+        unit.bind(slot)
+        return slot
+
+    def is_free(self, unit: Unit) -> bool:
+        """Whether the unit could be gathered now without taking its slot from anybody."""
+        return unit.slot is not None and unit.slot.holder in (None, unit)
