@@ -90,9 +90,15 @@ def set_version_counters(tensors: tuple[Tensor, ...], versions: tuple[int, ...])
         torch._C._autograd._unsafe_set_version_counter(tensors, versions)
 
 
+def versions_of(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
+    """Autograd's version counters; ``_version`` has no public name."""
+    with without_torch_function():
+        return tuple([t._version for t in tensors])
+
+
 def bump_version_counters(tensors: tuple[Tensor, ...]) -> None:
     """Advances autograd's version counters by one edit each."""
-    set_version_counters(tensors, tuple(t._version + 1 for t in tensors))
+    set_version_counters(tensors, tuple([v + 1 for v in versions_of(tensors)]))
 
 
 def view_base(tensor: Tensor) -> Tensor | None:

@@ -207,5 +207,5 @@ class ParamGroup:
     def mark_stale(self, version: int) -> None:
         """Sets version counters so that a backward that still needs the old bytes raises."""
         if self._versions is None:
-            self._versions = tuple(p._version for p in self._unsharded)
+            self._versions = _torch.versions_of(self._unsharded)
             _torch.set_version_counters(self._unsharded, (version,) * len(self._unsharded))
