@@ -174,14 +174,14 @@ class EmulatedGroup(dist.ProcessGroup):
         self._size = size
         self._ranks = tuple(ranks) or tuple(range(size))
         self._world = _current
-        self._filled: set[tuple[int, int]] = set()
         self._side: torch.cuda.Stream | None = None
         self.forget()
         _current.groups.add(self)
 
     def forget(self) -> None:
-        """Drop what was computed from the network, which has changed."""
+        """Drop what was computed from the network and what is known about addresses."""
         self._plans: dict[tuple[str, int], tuple[int, int]] = {}
+        self._filled: set[tuple[int, int]] = set()
         self._link = self._world.network.link(self._ranks)
 
     # What torch asks of a group.
@@ -397,13 +397,13 @@ def _create(options: Any, _: Any) -> EmulatedGroup:
 
 def _register() -> None:
     if not hasattr(dist.Backend, BACKEND.upper()):
-        dist.Backend.register_backend(
-            BACKEND, _create, extended_api=True, devices=["cpu", "cuda"]
-        )
+        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def start(world_size: int, network: Network | None = None) -> Traffic:
     """Make this process rank 0 of an emulated job; called again, change the world or the network.
+
+    Call it before every model as well: a free network remembers which buffers it has filled.
 
     Returns:
         The counters that all groups of this job add to.

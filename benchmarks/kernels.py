@@ -112,7 +112,9 @@ class RuntimeKernels:
 
         source = "#define EMULATION_DEVICE_ONLY\n" + _SOURCE.read_text()
         names = [
-            f"emulated_{kind}_{unit}" for kind in ("all_gather", "reduce_scatter") for unit in _UNITS
+            f"emulated_{kind}_{unit}"
+            for kind in ("all_gather", "reduce_scatter")
+            for unit in _UNITS
         ]
         self._kernels = {
             name: torch.cuda._compile_kernel(source, name)  # type: ignore[attr-defined]
