@@ -136,13 +136,28 @@ DTENSOR_BASE: Any = DTensor if DTENSOR_SUBCLASS_OK else Tensor
 disabled_torch_function = torch._C._disabled_torch_function_impl
 
 
+class _Spec:
+    """What of a DTensorSpec our own code reads; before 2.13 the real one refuses placements."""
+
+    def __init__(self, mesh: Any, placements: Any, tensor_meta: Any) -> None:
+        self.mesh = mesh
+        self.device_mesh = mesh
+        self.placements = placements
+        self.tensor_meta = tensor_meta
+
+
 def make_spec(mesh: Any, placements: Any, shape: Any, stride: Any, dtype: torch.dtype) -> Any:
     """The layout description that a DTensor carries; no public constructor exists."""
-    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
+    meta = TensorMeta(shape, stride, dtype)
+    if not DTENSOR_SUBCLASS_OK:
+        return _Spec(mesh, placements, meta)
+    return DTensorSpec(mesh, placements, tensor_meta=meta)
 
 
 def respec(spec: Any, shape: Any, stride: Any, dtype: torch.dtype) -> Any:
     """The same layout with other tensor metadata, without the constructor's checks (6 us)."""
+    if not DTENSOR_SUBCLASS_OK:
+        return _Spec(spec.mesh, spec.placements, TensorMeta(shape, stride, dtype))
     new = DTensorSpec.__new__(DTensorSpec)
     new.__dict__.update(spec.__dict__)
     new.__dict__["tensor_meta"] = TensorMeta(shape, stride, dtype)
