@@ -1,6 +1,12 @@
 """Sharded tensors whose pieces are contiguous and of unequal size."""
 
+from itertools import pairwise
+from math import prod
+from typing import Any, Literal
+
 import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
 # Importing the files of operators fills the table that RaggedShardDTensor looks them up in.
@@ -13,8 +19,8 @@ from ya_fsdp.ragged_placement import (
     make_placement,
 )
 from ya_fsdp.ragged_tensor import (
+    PieceAddress,
     RaggedShardDTensor,
-    distribute_ragged,
     new_ragged,
     rebuild_ragged,
 )
@@ -32,4 +38,11 @@ __all__ = [
 ]
 
 # torch.load(weights_only=True) refuses what it has not been told of.
-torch.serialization.add_safe_globals([FlatRaggedShard, RowRaggedShard, Replicate, rebuild_ragged])
+torch.serialization.add_safe_globals(
+    [FlatRaggedShard, PieceAddress, Replicate, RowRaggedShard, rebuild_ragged]
+)
+
+
+def _even_bounds(numel: int, world_size: int, block: int) -> list[int]:
+    blocks = -(-numel // block)
+    return [min(blocks * rank // world_size * block, numel) for rank in range(world_size + 1)]

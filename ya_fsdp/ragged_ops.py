@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ya_fsdp._torch import argument_names, op_overloads, writes_its_input
-from ya_fsdp.ragged_tensor import OPERATORS, Handler, RaggedShardDTensor, contiguous_stride
+from ya_fsdp.ragged_placement import contiguous_stride
+from ya_fsdp.ragged_tensor import OPERATORS, Handler, RaggedShardDTensor
 
 POINTWISE = """
     abs acos acosh add addcdiv addcmul asin asinh atan atan2 atanh bitwise_and bitwise_not

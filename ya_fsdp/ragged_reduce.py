@@ -7,7 +7,7 @@ the device has none), because a sum of squares leaves the range of smaller types
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -221,16 +221,21 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    first, other = args if isinstance(args[0], RaggedShardDTensor) else (args[1], args[0])
+    """``equal`` and ``allclose``, also with a plain tensor or one that is cut differently."""
+    first, other, *tolerances = args
     if first.shape != other.shape:
         return False
-    if is_cut_alike(first, other):
-        other_piece = other.to_local()
-    else:
-        whole = other.full_tensor() if hasattr(other, "full_tensor") else other
-        other_piece = first.ragged_placement.local_slice(whole, first.ragged_rank)
-    same = torch.tensor(torch.equal(first._local_tensor, other_piece), device=first.device)
-    return bool(_combined(first, same.to(torch.int64), dist.ReduceOp.MIN))
+    ragged = first if isinstance(first, RaggedShardDTensor) else other
+    pieces = [_matching_piece(ragged, tensor) for tensor in (first, other)]
+    same = torch.tensor(int(func(*pieces, *tolerances, **kwargs)), device=ragged.device)
+    return bool(_combined(ragged, same, dist.ReduceOp.MIN))
+
+
+def _matching_piece(ragged: RaggedShardDTensor, tensor: Any) -> Tensor:
+    if is_cut_alike(ragged, tensor):
+        return cast(Tensor, tensor.to_local())
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return ragged.ragged_placement.local_slice(whole, ragged.ragged_rank)
 
 
 def _dot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -263,7 +268,7 @@ register(("all", "any"), _truth)
 register(("count_nonzero",), _count_nonzero)
 register(("linalg_vector_norm", "norm"), _norm)
 register(("_foreach_norm",), _foreach_norm)
-register(("equal",), _equal)
+register(("allclose", "equal"), _equal)
 register(("dot", "vdot"), _dot)
 register(("_local_scalar_dense",), _item)
 register(("_amp_foreach_non_finite_check_and_unscale_",), _unscale)
