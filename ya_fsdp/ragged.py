@@ -43,6 +43,38 @@ torch.serialization.add_safe_globals(
 )
 
 
+def distribute_ragged(
+    full: Tensor, mesh: DeviceMesh, granularity: Literal["auto", "row", "element"] | int = "auto"
+) -> RaggedShardDTensor:
+    """Cuts a whole tensor as evenly as the granularity allows over the last mesh axis.
+
+    Args:
+        full: The whole tensor, the same on every rank; no data is sent.
+        mesh: The device mesh; over axes other than the last one the tensor is replicated.
+        granularity: What no cut may divide: a dim-0 ``"row"``, an ``"element"``, or a block of
+            that many elements. ``"auto"`` takes rows where the largest piece grows by at most 1 %.
+
+    Returns:
+        A tensor whose piece shares no memory with ``full``.
+
+    Raises:
+        ValueError: If the granularity is none of these.
+    """
+    world_size, numel = mesh.size(mesh.ndim - 1), full.numel()
+    row_size = max(prod(full.shape[1:]), 1)
+    if granularity == "auto":
+        by_row, by_element = _even_bounds(numel, world_size, row_size), -(-numel // world_size)
+        largest = max(b - a for a, b in pairwise(by_row))
+        granularity = "row" if largest <= 1.01 * by_element else "element"
+    blocks: dict[Any, int] = {"row": row_size, "element": 1}
+    block = granularity if isinstance(granularity, int) else blocks.get(granularity, 0)
+    if block < 1:
+        raise ValueError(f"granularity is 'auto', 'row', 'element' or a size, got {granularity!r}")
+    placement = make_placement(_even_bounds(numel, world_size, block), full.shape)
+    placements = (*(Replicate() for _ in range(mesh.ndim - 1)), placement)
+    return RaggedShardDTensor.from_full(full, mesh, placements)  # type: ignore[arg-type]
+
+
 def _even_bounds(numel: int, world_size: int, block: int) -> list[int]:
     blocks = -(-numel // block)
     return [min(blocks * rank // world_size * block, numel) for rank in range(world_size + 1)]

@@ -119,7 +119,211 @@ class RaggedShardDTensor(DTENSOR_BASE):  # type: ignore[misc]
         return cast("tuple[Placement, ...]", self._spec.placements)
 
     @property
-    def _wrap(local: Tensor, spec: Any, requires_grad: bool) -> RaggedShardDTensor:
+    def ragged_axis(self) -> int:
+        """The mesh axis over which the tensor is cut."""
+        return ragged_axis(self._spec.placements)
+
+    @property
+    def ragged_placement(self) -> RaggedShard:
+        """The placement on :attr:`ragged_axis`."""
+        return cast(RaggedShard, self._spec.placements[self.ragged_axis])
+
+    @property
+    def ragged_rank(self) -> int:
+        """This process's rank on :attr:`ragged_axis`."""
+        return mesh_rank(self._spec.mesh, self.ragged_axis)
+
+    @property
+    def ragged_group(self) -> dist.ProcessGroup:
+        """The process group of :attr:`ragged_axis`."""
+        return cast(DeviceMesh, self._spec.mesh).get_group(self.ragged_axis)
+
+    def like(self, local: Tensor, *, requires_grad: bool = False) -> RaggedShardDTensor:
+        """A tensor of the same shape, mesh and placements with another piece.
+
+        Args:
+            local: A piece of the shape of this tensor's piece, of any dtype and device.
+            requires_grad: Whether the result is a leaf that requires gradients.
+        """
+        spec = self._spec
+        meta = spec.tensor_meta
+        if local.dtype != meta.dtype:
+            spec = respec(spec, meta.shape, meta.stride, local.dtype)
+        return _wrap(local, spec, requires_grad)
+
+    def with_shape(self, shape: Sequence[int]) -> RaggedShardDTensor:
+        """The same elements, cut at the same bounds, seen in another shape; memory is shared.
+
+        Args:
+            shape: A shape of the same number of elements; one length may be -1.
+        """
+        shape = torch.empty(self.shape, device="meta").view(*shape).shape
+        axis, rank = self.ragged_axis, self.ragged_rank
+        placements = list(self.placements)
+        placement = make_placement(self.ragged_placement.bounds, shape)
+        placements[axis] = placement  # type: ignore[call-overload]
+        local = self._local_tensor.view(placement.local_shape(shape, rank))
+        return new_ragged(local, self.device_mesh, tuple(placements), shape)
+
+    def to_local(self, *, grad_placements: Any = None) -> Tensor:
+        """This rank's piece itself: N-D for a row cut, flat for an element cut."""
+        return self._local_tensor
+
+    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
+        """Gathers the whole tensor on every rank; every rank of the mesh axis has to call it."""
+        local = self._local_tensor
+        if local.is_meta:
+            return local.new_empty(self.shape)
+        return self.ragged_placement.gather(local.detach(), self.shape, self.ragged_group)
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        **options: Any,
+    ) -> Any:
+        """Changes the placement by way of the whole tensor.
+
+        Args:
+            device_mesh: Has to be the tensor's own mesh when given.
+            placements: One placement for each mesh axis. The ragged axis may become
+                ``Replicate``, ``Shard`` or another ragged placement.
+            **options: ``async_op`` is accepted and ignored; a ``forward_dtype`` casts.
+
+        Returns:
+            A stock ``DTensor``, or a ``RaggedShardDTensor`` for a ragged placement.
+
+        Raises:
+            ValueError: If the mesh differs or the placements do not fit it.
+            NotImplementedError: For any other change.
+        """
+        mesh = self.device_mesh
+        if device_mesh is not None and device_mesh != mesh:
+            raise ValueError(f"cannot redistribute from {mesh} to another mesh, {device_mesh}")
+        if placements is None or len(placements) != len(self.placements):
+            raise ValueError(f"one placement for each axis of {mesh} is needed, got {placements}")
+        dtype = options.get("forward_dtype") or self.dtype
+        source = self if dtype == self.dtype else self.like(self._local_tensor.to(dtype))
+        target = tuple(placements)
+        if target == self.placements:
+            return source
+        full = source.full_tensor()
+        if any(isinstance(placement, RaggedShard) for placement in target):
+            return RaggedShardDTensor.from_full(full, mesh, target)
+        if not all(type(placement) in (Replicate, Shard) for placement in target):
+            raise NotImplementedError(f"redistribute from {self.placements} to {target}")
+        replicated = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return replicated.redistribute(mesh, target)
+
+    def data_ptr(self) -> int:
+        """Address of this rank's piece; for an empty piece a number no other tensor has."""
+        return self._local_tensor.data_ptr()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return (
+            f"RaggedShardDTensor(local_tensor={self._local_tensor}, shape={tuple(self.shape)}, "
+            f"device_mesh={self.device_mesh}, placements={self.placements})"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RaggedShardDTensor:
+        if id(self) not in memo:
+            copy = self._as_me(self.like(self._local_tensor.clone()), self.requires_grad)
+            memo[id(self)] = copy
+            if self.grad is not None:
+                copy.grad = deepcopy(self.grad, memo)
+        return cast(RaggedShardDTensor, memo[id(self)])
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # By value of the piece: the placements and the mesh say which piece it is.
+        parameter = bool(getattr(self, "_is_param", False))
+        state = (self._local_tensor, self.device_mesh, self.placements, tuple(self.shape))
+        return rebuild_ragged, (*state, self.requires_grad, parameter)
+
+    def _as_me(self, tensor: RaggedShardDTensor, requires_grad: bool) -> Any:
+        """``tensor`` as a parameter if this is one."""
+        # torch.nn.Parameter marks instances of other tensor classes so.
+        if getattr(self, "_is_param", False):
+            return torch.nn.Parameter(tensor, requires_grad=requires_grad)
+        return tensor.requires_grad_(requires_grad)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["_local_tensor"], (self._spec, self.requires_grad)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
+    ) -> RaggedShardDTensor:
+        spec, requires_grad = context
+        return _wrap(inner["_local_tensor"], spec, requires_grad)
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        return write_items(self, fqn)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return chunks(self)
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        return chunk_view(self, index)
+
+
+allow_foreach(RaggedShardDTensor)
+
+
+def new_ragged(
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: Sequence[int],
+    stride: Sequence[int] | None = None,
+    requires_grad: bool = False,
+) -> RaggedShardDTensor:
+    """Makes a ragged tensor from this rank's piece, without communication or copy.
+
+    Args:
+        local: This rank's piece, ``(rows, *shape[1:])`` for a row cut and flat for an element cut.
+        mesh: The device mesh.
+        placements: One for each mesh axis: a ``RaggedShard`` and otherwise ``Replicate``.
+        shape: Shape of the whole tensor.
+        stride: Strides of the whole tensor, row-major if left out. Others are refused.
+        requires_grad: Whether the result is a leaf that requires gradients.
+
+    Raises:
+        ValueError: If the piece, the placements or the strides do not fit the shape and mesh.
+    """
+    shape = torch.Size(shape)
+    axis = ragged_axis(placements)
+    placement = cast(RaggedShard, placements[axis])
+    if placement.world_size != mesh.size(axis) or len(placements) != mesh.ndim:
+        raise ValueError(f"placements {placements} do not fit the mesh {mesh}")
+    if placement.numel != prod(shape):
+        raise ValueError(f"{placement} does not place the {prod(shape)} elements of {shape}")
+    expected = placement.local_shape(shape, mesh_rank(mesh, axis))
+    if tuple(local.shape) != expected:
+        raise ValueError(f"a piece of shape {expected} is needed, got {tuple(local.shape)}")
+    row_major = contiguous_stride(shape)
+    if stride is not None and tuple(stride) != row_major:
+        raise ValueError(f"only row-major tensors can be cut, got strides {tuple(stride)}")
+    if local.requires_grad:
+        local = local.detach()
+    return _wrap(local, make_spec(mesh, placements, shape, row_major, local.dtype), requires_grad)
+
+
+def rebuild_ragged(
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: tuple[int, ...],
+    requires_grad: bool,
+    parameter: bool,
+) -> RaggedShardDTensor:
+    """Makes a ragged tensor from what pickle has kept of one."""
+    tensor = new_ragged(local, mesh, placements, shape)
+    if parameter:
+        return cast(RaggedShardDTensor, torch.nn.Parameter(tensor, requires_grad=requires_grad))
+    return cast(RaggedShardDTensor, tensor.requires_grad_(requires_grad))
+
+
+def _wrap(local: Tensor, spec: Any, requires_grad: bool) -> RaggedShardDTensor:
     if local.numel() == 0 and "data_ptr" not in local.__dict__:
         # Helpers that match parameters by address would take all empty pieces for one.
         local.data_ptr = PieceAddress()  # type: ignore[method-assign]
