@@ -89,6 +89,11 @@ class GroupGradients:
         """Whether any unsharded parameter has a gradient, now or in the accumulator."""
         return self.accumulator is not None or any(p.grad is not None for p in self.unsharded)
 
+    @property
+    def trainable(self) -> bool:
+        """Whether any unsharded parameter wants a gradient now."""
+        return any(p.requires_grad for p in self.unsharded)
+
     def expected(self) -> list[int]:
         """Trainable parameters without a gradient that the running backward will still reach."""
         return [
@@ -139,8 +144,10 @@ class GroupGradients:
             _torch.foreach_zero_(target.padding)
         targets, grads = self._pairs(target.views)
         if len(grads) < len(target.views):
-            _torch.foreach_zero_([v for i, v in enumerate(target.views) if i not in self._used])
-        _torch.foreach_copy_(targets, grads)
+            missing = zip(target.views, self.unsharded, strict=True)
+            _torch.foreach_zero_([view for view, p in missing if p.grad is None])
+        if targets:
+            _torch.foreach_copy_(targets, grads)
         for p in self.unsharded:
             p.grad = None
 

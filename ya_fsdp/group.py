@@ -204,6 +204,14 @@ class ParamGroup:
         for param in self.params:
             param.to_sharded()
 
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Resets the sharded gradients, which modules do not show while they are unsharded."""
+        for param in self.params:
+            if set_to_none:
+                param.sharded.grad = None
+            elif param.sharded.grad is not None:
+                param.sharded.grad.zero_()
+
     def mark_stale(self, version: int) -> None:
         """Sets version counters so that a backward that still needs the old bytes raises."""
         if self._versions is None:

@@ -202,6 +202,14 @@ class YaFSDPModule(FSDPModule):
         self._ya_slots_changed()
         return result
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Resets gradients, also those of parameters that are gathered by hand just now."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        for unit in self._ya_managed(True):
+            if unit.switched:
+                for group in unit.groups:
+                    group.zero_grad(set_to_none)
+
     def __deepcopy__(self, memo: Any) -> Any:
         """Refused: buffers and process groups can not be copied."""
         raise NotImplementedError(

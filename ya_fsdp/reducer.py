@@ -68,14 +68,16 @@ class Reducer:
 
     def reduce(self, unit: Unit) -> None:
         """Reduces (or, without communication, accumulates) whatever gradients a unit has."""
-        groups = [g for g in unit.groups if g.grads.present()]
-        if not groups:
+        present = [g for g in unit.groups if g.grads.present()]
+        if not present:
             return
         if not unit.sync_gradients:
-            for group in groups:
+            for group in present:
                 group.grads.accumulate(group.device)
             self.accumulating.add(unit)
             return
+        # Another rank may have gradients in a group that got none here, so all of them go out.
+        groups = [g for g in unit.groups if g in present or g.grads.trainable]
         slot = self._take_slot(groups[0])
         inputs: list[Tensor] = []
         fresh: list[bool] = []

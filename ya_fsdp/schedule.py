@@ -149,11 +149,13 @@ class Schedule:
 
     def recover(self) -> None:
         """Returns every unit to idle: an exception may have ended a forward or a backward."""
-        for unit in self._active:
-            for group in unit.groups:
-                group.grads.drop()
-        self._active.clear()
-        self._callback = None
+        if self._active or self._callback is not None:
+            for unit in self._active:
+                for group in unit.groups:
+                    group.grads.drop()
+            self._active.clear()
+            self._callback = None
+            self.reducer.reset()
         self.open_calls = 0
         for unit in self.units:
             if unit.phase is not Phase.IDLE:
@@ -162,7 +164,6 @@ class Schedule:
                 unit.phase = Phase.IDLE
                 unit.calls = 0
                 self.release(unit)
-        self.reducer.reset()
 
     def pre_forward(self, unit: Unit) -> None:
         """Gathers a unit for its forward and starts the next one's gather."""
