@@ -82,6 +82,7 @@ class GroupGradients:
     unresolved: list[int] = field(default_factory=list)
     _used: set[int] = field(default_factory=set)
     _storage: _Storage | None = None
+    _cached_factors: tuple[tuple[int, float | None, bool], DivideFactors] | None = None
 
     # ---- what autograd left ------------------------------------------------------------------
 
@@ -199,14 +200,19 @@ class GroupGradients:
                 flat.add_(own)
 
     def _factors(self, collectives: Collectives) -> DivideFactors:
-        info = self.mesh_info
-        return divide_factors(
-            info.shard_size * info.replicate_size,
-            self.dtypes.reduce,
-            factor=self.options.divide_factor,
-            average_supported=collectives.supports_average(info.shard_group, self.dtypes.reduce),
-            force_sum=self.options.force_sum,
-        )
+        info, options = self.mesh_info, self.options
+        key = (id(collectives), options.divide_factor, options.force_sum)
+        if self._cached_factors is None or self._cached_factors[0] != key:
+            supported = collectives.supports_average(info.shard_group, self.dtypes.reduce)
+            factors = divide_factors(
+                info.shard_size * info.replicate_size,
+                self.dtypes.reduce,
+                factor=options.divide_factor,
+                average_supported=supported,
+                force_sum=options.force_sum,
+            )
+            self._cached_factors = (key, factors)
+        return self._cached_factors[1]
 
     def prepare(self) -> bool:
         """Makes sure the flat gradient shard can be written; returns whether it starts empty.

@@ -184,8 +184,7 @@ class ParamGroup:
     def gather(self, collectives: Collectives) -> None:
         """Casts this rank's shard into its slice of the slot and gathers the rest around it."""
         assert self.gather_input is not None and self.gather_output is not None
-        with torch.no_grad():
-            self.gather_input.copy_(self.master_shard)
+        self.gather_input.copy_(self.master_shard)  # neither requires grad
         if self.mesh_info.shard_size > 1:
             collectives.all_gather(
                 self.gather_output, self.gather_input, self.mesh_info.shard_group

@@ -52,7 +52,8 @@ def watch_outputs(schedule: Schedule, unit: Unit, output: Any) -> bool:
         schedule.pre_backward(unit)
 
     found = False
-    for tensor in tensors_in(output):
+    outputs = (output,) if type(output) is Tensor else tensors_in(output)
+    for tensor in outputs:
         if tensor.requires_grad:
             found = True
             _torch.on_gradient(tensor, gradient_arrives)
@@ -70,6 +71,10 @@ def watch_inputs(
     """Calls ``try_end_backward`` once the gradients of all inputs that get one are complete."""
     tensors: dict[int, Tensor] = {}
     for arg in args:
+        if type(arg) is Tensor:  # the usual case, without a generator
+            if arg.requires_grad:
+                tensors[id(arg)] = arg
+            continue
         for tensor in tensors_in(arg):
             if tensor.requires_grad:
                 tensors[id(tensor)] = tensor

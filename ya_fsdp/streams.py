@@ -6,10 +6,31 @@ stream is ours. On CPU every operation is synchronous and all of this does nothi
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Literal
 
 import torch
+
+from . import _torch
+
+
+class _OnComm:
+    """Makes the communication stream current; one reusable object, since this is a hot path."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._previous: Any = None
+
+    def __enter__(self) -> None:
+        streams = self._streams
+        if streams.asynchronous:
+            self._previous = streams.compute
+            _torch.set_stream(streams.comm)
+
+    def __exit__(self, *_: object) -> Literal[False]:
+        if self._streams.asynchronous:
+            _torch.set_stream(self._previous)
+        return False
 
 
 class Streams:
@@ -20,22 +41,34 @@ class Streams:
         self.asynchronous = device.type not in ("cpu", "meta")
         self.comm: Any = None
         self._module: Any = None
+        self._compute: Any = None
+        self._compute_id = -1
+        self._on_comm = _OnComm(self)
         if self.asynchronous:
             self._module = torch.get_device_module(device)
             self.comm = self._module.Stream(device=device, priority=-1)
+
+    @property
+    def compute(self) -> Any:
+        """The stream that is current now; the object is kept while the stream stays the same."""
+        current = _torch.current_stream_id(self.device)
+        if current != self._compute_id:
+            self._compute = self._module.current_stream(self.device)
+            self._compute_id = current
+        return self._compute
 
     def new_event(self) -> Any:
         """An event without timing, or ``None`` on CPU."""
         return self._module.Event() if self.asynchronous else None
 
     def on_comm(self) -> AbstractContextManager[Any]:
-        """Makes the communication stream current."""
-        return self._module.stream(self.comm) if self.asynchronous else nullcontext()
+        """Makes the communication stream current; does not nest."""
+        return self._on_comm
 
     def record_compute(self, event: Any) -> Any:
         """Records ``event`` on the compute stream and returns it."""
         if event is not None:
-            event.record(self._module.current_stream(self.device))
+            event.record(self.compute)
         return event
 
     def record_comm(self, event: Any) -> Any:
@@ -47,7 +80,7 @@ class Streams:
     def compute_waits(self, event: Any) -> None:
         """Later kernels of the compute stream start after ``event``."""
         if event is not None:
-            self._module.current_stream(self.device).wait_event(event)
+            self.compute.wait_event(event)
 
     def comm_waits(self, event: Any) -> None:
         """Later collectives start after ``event``."""
@@ -57,9 +90,9 @@ class Streams:
     def comm_waits_for_compute(self) -> None:
         """Later collectives start after everything enqueued on the compute stream so far."""
         if self.asynchronous:
-            self.comm.wait_stream(self._module.current_stream(self.device))
+            self.comm.wait_stream(self.compute)
 
     def compute_waits_for_comm(self) -> None:
         """Later kernels start after every collective enqueued so far."""
         if self.asynchronous:
-            self._module.current_stream(self.device).wait_stream(self.comm)
+            self.compute.wait_stream(self.comm)
