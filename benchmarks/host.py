@@ -17,6 +17,7 @@ import functools
 import gc
 import importlib
 import io
+import itertools
 import json
 import pstats
 import sys
@@ -192,7 +193,7 @@ def _timed_steps(trainer: Trainer, steps: int) -> tuple[float, dict[str, float]]
             start = clock()
             trainer.step()
             totals.append((clock() - start) * 1e3)
-            for (part, begin), (_, end) in zip(points, points[1:], strict=False):
+            for (part, begin), (_, end) in itertools.pairwise(points):
                 parts.setdefault(part, []).append((end - begin) * 1e3)
     finally:
         gc.enable()
@@ -336,8 +337,8 @@ def main(
     groups = len(models.unit_elements(config))
     cost = collective_cost(where, world)
     typer.echo(
-        f"{model}: {config.layers} layers of {config.width}, {job.sequence} tokens, {groups} groups, "
-        f"world {world}; one emulated collective costs {cost:.1f} us"
+        f"{model}: {config.layers} layers of {config.width}, {job.sequence} tokens, "
+        f"{groups} groups, world {world}; one emulated collective costs {cost:.1f} us"
     )
     plain: HostTimes | None = None
     for text in impls.split():

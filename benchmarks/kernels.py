@@ -105,7 +105,7 @@ class CompiledKernels:
 
 
 class RuntimeKernels:
-    """The same device code through NVRTC, wires kept as torch events (not across graph captures)."""
+    """The same device code through NVRTC; wires are torch events and end at graph captures."""
 
     def __init__(self) -> None:
         from torch.cuda._utils import _check_cuda, _get_gpu_runtime_library

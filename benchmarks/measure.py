@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import gc
+import itertools
 import shutil
 import statistics
 import subprocess
@@ -30,7 +31,7 @@ class Sample:
     Attributes:
         steps: Milliseconds of each step, run back to back.
         host: Milliseconds of Python per step, the device idle at its start.
-        sections: Milliseconds of each part of each step (`forward`, `backward`, `clip`, `optimizer`).
+        sections: Milliseconds of each part (`forward`, `backward`, `clip`, `optimizer`) by step.
         calls, bytes: Collectives per step by kind, and bytes that this rank receives.
         allocated, reserved: Peak GiB over the measured steps; `None` on a CPU.
         retries: Times that the allocator had to free its cache, warm-up included.
@@ -83,7 +84,7 @@ def _sections(trainer: Trainer, clock: _Clock, steps: int) -> dict[str, list[flo
     clock.synchronize()
     trainer.mark = lambda part: None
     found: dict[str, list[float]] = {}
-    for (part, start), (_, end) in zip(points, points[1:], strict=False):
+    for (part, start), (_, end) in itertools.pairwise(points):
         if part != "end":
             found.setdefault(part, []).append(clock.between(start, end))
     return found
@@ -110,7 +111,7 @@ def measure(
             trainer.step()
             points.append(clock.now())
         clock.synchronize()
-        sample = Sample([clock.between(a, b) for a, b in zip(points, points[1:], strict=False)], [])
+        sample = Sample([clock.between(a, b) for a, b in itertools.pairwise(points)], [])
         sample.calls = {kind: count / steps for kind, count in traffic.calls.items()}
         sample.bytes = {kind: count / steps for kind, count in traffic.bytes.items()}
         if clock.cuda:

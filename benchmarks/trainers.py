@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -196,7 +197,7 @@ class Fsdp2(Sharded):
         if self.variant.has("noprefetch"):
             return
         chain = [unit[0] if isinstance(unit, list) else unit for unit in self.model.units()]
-        for here, following in zip(chain, chain[1:], strict=False):
+        for here, following in itertools.pairwise(chain):
             here.set_modules_to_forward_prefetch([following])
 
 

@@ -11,8 +11,8 @@ call of a setter. Options that every sharded implementation knows:
     graph          the whole step as one CUDA graph, captured by hand
     capture        the whole step through `ya_fsdp.graph.capture_step` (ours only)
     carve=N        matrix products leave N multiprocessors free (cuBLASLt)
-    NAME=VALUE     a setter: a method of the root module, else a function of `ya_fsdp` that takes the
-                   model first; VALUE is JSON, a list is the argument list
+    NAME=VALUE     a setter: a method of the root module, else a function of `ya_fsdp` that takes
+                   the model first; VALUE is JSON, a list is the argument list
 """
 
 from __future__ import annotations
