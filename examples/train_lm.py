@@ -107,16 +107,16 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for checkpoints and reports.")] = Path(
         "runs/train_lm"
     ),
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 300,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 900,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences a step, all ranks.")] = 16,
-    seq_len: Annotated[int, typer.Option(min=1, help="Bytes of a sequence.")] = 256,
+    seq_len: Annotated[int, typer.Option(min=1, help="Bytes of a sequence.")] = 128,
     accumulate: Annotated[int, typer.Option(min=1, help="Microbatches a step.")] = 1,
-    dim: Annotated[int, typer.Option(min=2, help="Width of the model.")] = 192,
-    layers: Annotated[int, typer.Option(min=1, help="Number of blocks.")] = 4,
-    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 6,
+    dim: Annotated[int, typer.Option(min=2, help="Width of the model.")] = 128,
+    layers: Annotated[int, typer.Option(min=1, help="Number of blocks.")] = 3,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 4,
     kv_heads: Annotated[int, typer.Option(min=1, help="Key and value heads.")] = 2,
-    lr: Annotated[float, typer.Option(min=0, help="Peak learning rate.")] = 3e-3,
-    warmup: Annotated[int, typer.Option(min=0, help="Steps of rising learning rate.")] = 20,
+    lr: Annotated[float, typer.Option(min=0, help="Peak learning rate.")] = 6e-3,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps of rising learning rate.")] = 30,
     weight_decay: Annotated[float, typer.Option(min=0, help="AdamW's weight decay.")] = 0.1,
     clip: Annotated[float, typer.Option(min=0, help="Largest norm of the gradient.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of weights and batches.")] = 0,
@@ -128,11 +128,11 @@ def main(
     checkpoint_layers: Annotated[
         int, typer.Option(min=0, help="Blocks, from the first, that recompute in backward.")
     ] = 0,
-    save_every: Annotated[int, typer.Option(min=0, help="Steps between checkpoints.")] = 100,
+    save_every: Annotated[int, typer.Option(min=0, help="Steps between checkpoints.")] = 300,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out.")
     ] = False,
-    validate_every: Annotated[int, typer.Option(min=1, help="Steps between validations.")] = 50,
+    validate_every: Annotated[int, typer.Option(min=1, help="Steps between validations.")] = 100,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Log for it too.")] = False,
     deterministic: Annotated[bool, typer.Option(help="Same bits in every run.")] = True,
     prompt: Annotated[str, typer.Option(help="Beginning of the sample.")] = "def ",

@@ -26,9 +26,9 @@ class ModelConfig:
     """
 
     vocab_size: int = 256
-    dim: int = 192
-    layers: int = 4
-    heads: int = 6
+    dim: int = 128
+    layers: int = 3
+    heads: int = 4
     kv_heads: int = 2
     rope_base: float = 10_000.0
     checkpoint_layers: int = 0

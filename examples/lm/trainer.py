@@ -15,7 +15,7 @@ from lm.model import next_token_loss
 from lm.runtime import Runtime
 from ya_fsdp import YaFSDPModule
 
-VALIDATION_BATCHES = 4
+VALIDATION_BATCHES = 8
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,116 @@
+"""The training example, run as a user runs it: by torchrun, in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "examples" / "train_lm.py"
+TINY = shlex.split(
+    "--dim 32 --layers 2 --heads 2 --kv-heads 1 --seq-len 32 --batch-size 8 --warmup 5"
+)
+SHORT = shlex.split("--lr 1e-2 --validate-every 20 --device cpu --sample 8")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text that a tiny model learns in a few steps."""
+    path = tmp_path_factory.mktemp("data") / "text"
+    path.write_text("def add(a, b):\n    return a + b\n\n\n" * 300)
+    return path
+
+
+def _command(processes: int, text: Path, out: Path, *options: str) -> list[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    return [
+        *(sys.executable, *(launcher if processes > 1 else []), str(SCRIPT)),
+        *("--data", str(text), "--out", str(out), *TINY, *SHORT, *options),
+    ]
+
+
+def _environment() -> dict[str, str]:
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    kept = {name: value for name, value in os.environ.items() if name != "RANK"}
+    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _train(processes: int, text: Path, out: Path, *options: str) -> dict[str, Any]:
+    command = _command(processes, text, out, *options)
+    done = subprocess.run(
+        command, env=_environment(), capture_output=True, text=True, timeout=90, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report: dict[str, Any] = json.loads((out / "report.json").read_text())
+    return report
+
+
+@pytest.fixture(scope="module")
+def unbroken(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A run of 60 steps on two processes, with its folder."""
+    out = tmp_path_factory.mktemp("unbroken")
+    return out, _train(2, text, out, "--steps", "60", "--save-every", "30")
+
+
+def test_the_loss_falls_and_the_report_is_complete(unbroken: tuple[Path, dict[str, Any]]) -> None:
+    out, report = unbroken
+    losses = report["history"]["losses"]
+    assert len(losses) == 60
+    assert losses[0] > 5.0, "an untrained model guesses among 256 bytes: 5.55 nats"
+    assert losses[-1] < 2.0
+    assert [step for step, _ in report["history"]["validation"]] == [20, 40, 60]
+    assert report["validation_loss"] < 2.0
+    assert report["sample"].startswith("def ") and len(report["sample"]) == 12
+    assert (out / "losses.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in out.glob("step_*")) == ["step_000030", "step_000060"]
+
+
+def test_one_process_without_torchrun_has_the_losses_of_two(
+    text: Path, tmp_path: Path, unbroken: tuple[Path, dict[str, Any]]
+) -> None:
+    alone = _train(1, text, tmp_path, "--steps", "60", "--accumulate", "2", "--save-every", "0")
+    # The same global batches; sums in another order.
+    expected = unbroken[1]["history"]["losses"]
+    assert alone["history"]["losses"] == pytest.approx(expected, rel=1e-3)
+
+
+def test_sigterm_saves_and_resuming_gives_the_losses_of_an_unbroken_run_to_the_bit(
+    text: Path, tmp_path: Path, unbroken: tuple[Path, dict[str, Any]]
+) -> None:
+    options = "--steps", "60", "--save-every", "5", "--checkpoint-layers", "1"
+    whole = unbroken[1]["history"]
+    process = subprocess.Popen(
+        _command(2, text, tmp_path, *options),
+        env=_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "step_000005").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        output = process.communicate(timeout=60)[0]
+    finally:
+        process.kill()
+    stopped = json.loads((tmp_path / "report.json").read_text())
+    steps = stopped["steps"]
+    assert 5 <= steps < 60, output
+    assert f"stopped after {steps} of 60 steps" in output
+    assert (tmp_path / f"step_{steps:06d}").exists()
+    assert stopped["history"]["losses"] == whole["losses"][:steps]
+
+    resumed = _train(2, text, tmp_path, *options, "--resume")
+    assert resumed["history"]["losses"] == whole["losses"]
+    assert resumed["history"]["validation"] == whole["validation"]
+    assert resumed["history"]["gradient_norms"] == whole["gradient_norms"]
