@@ -34,6 +34,7 @@ __all__ = [
     "distribute_ragged",
     "flat_range_to_boxes",
     "make_placement",
+    "match_optimizer_state",
     "new_ragged",
 ]
 
@@ -73,6 +74,29 @@ def distribute_ragged(
     placement = make_placement(_even_bounds(numel, world_size, block), full.shape)
     placements = (*(Replicate() for _ in range(mesh.ndim - 1)), placement)
     return RaggedShardDTensor.from_full(full, mesh, placements)  # type: ignore[arg-type]
+
+
+def match_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Cuts an optimizer's state like the parameters it belongs to, where it is not.
+
+    Needed after ``optimizer.load_state_dict`` has been given whole tensors, or DTensors with
+    another placement, as torch's ``set_optimizer_state_dict`` does for a full state dict without
+    ``broadcast_from_rank0``. Every rank has to call it.
+
+    Args:
+        optimizer: An optimizer of which some parameters are ragged.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not isinstance(parameter, RaggedShardDTensor):
+                continue
+            state = optimizer.state[parameter]
+            for key, value in state.items():
+                if not isinstance(value, Tensor) or value.shape != parameter.shape:
+                    continue
+                if value.dim() > 0 and not isinstance(value, RaggedShardDTensor):
+                    empty = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+                    state[key] = empty.copy_(value)
 
 
 def _even_bounds(numel: int, world_size: int, block: int) -> list[int]:

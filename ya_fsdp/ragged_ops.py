@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ya_fsdp._torch import argument_names, op_overloads, writes_its_input
 from ya_fsdp.ragged_placement import contiguous_stride
@@ -50,20 +51,29 @@ def register(names: Iterable[str], handler: Handler, only: str | None = None) ->
 
 
 def local_scalar(func: Any, tensor: Tensor) -> Tensor:
-    """A plain tensor of one element in a form that broadcasts against any piece.
+    """A tensor of one element in a form that broadcasts against any piece.
 
     Raises:
-        TypeError: If the tensor has more elements.
+        TypeError: If the tensor has more elements, or is spread over ranks.
     """
+    if isinstance(tensor, DTensor):
+        if not all(placement.is_replicate() for placement in tensor.placements):
+            raise TypeError(_foreign(func, tensor))
+        tensor = tensor.to_local()
     if tensor.dim() == 0:
         return tensor
     if tensor.numel() != 1:
-        raise TypeError(
-            f"{func} mixes a RaggedShardDTensor with a plain tensor of shape "
-            f"{tuple(tensor.shape)}. Cut it first (RaggedShardDTensor.from_full, or copy_ into a "
-            "ragged tensor), or use .to_local() on the ragged one."
-        )
+        raise TypeError(_foreign(func, tensor))
     return tensor.reshape(1)
+
+
+def _foreign(func: Any, tensor: Tensor) -> str:
+    kind = f"{type(tensor).__name__} of shape {tuple(tensor.shape)}"
+    return (
+        f"{func} mixes a RaggedShardDTensor with a {kind}, which is not cut like it. copy_ it into "
+        "a tensor made by empty_like of the ragged one, or work on .to_local(). If it is an "
+        "optimizer's state that was loaded, call match_optimizer_state(optimizer)."
+    )
 
 
 def check_same_placement(func: Any, first: RaggedShardDTensor, other: RaggedShardDTensor) -> None:
@@ -95,7 +105,7 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     target = args[0] if writes_its_input(func) else kwargs.get("out")
     if target is not None and not isinstance(target, RaggedShardDTensor):
-        raise TypeError(f"{func} cannot write ragged values into a plain tensor")
+        raise TypeError(_foreign(func, target))
     result = func(*map(local, args), **{name: local(value) for name, value in kwargs.items()})
     return template.like(result) if target is None else target
 
@@ -117,7 +127,7 @@ def _local_lists(func: Any, values: Iterable[Any]) -> tuple[list[Any], list[Any]
 def _local_of(func: Any, own: Tensor, item: Tensor) -> Tensor:
     if isinstance(item, RaggedShardDTensor):
         if not isinstance(own, RaggedShardDTensor):
-            raise TypeError(f"{func} cannot combine a plain tensor with a ragged one")
+            raise TypeError(_foreign(func, own))
         check_same_placement(func, own, item)
         return item._local_tensor
     return local_scalar(func, item) if isinstance(own, RaggedShardDTensor) else item

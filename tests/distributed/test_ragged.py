@@ -478,8 +478,16 @@ def refusals(rank: int, world_size: int) -> None:
         square + cut(torch.randn(6, 6), mesh, "lopsided")
     with pytest.raises(ValueError, match="cut alike"):
         torch._foreach_add_([square], [cut(torch.randn(6, 6), mesh, "lopsided")])
-    with pytest.raises(TypeError, match=r"plain tensor of shape \(6, 6\)"):
+    with pytest.raises(TypeError, match=r"a Tensor of shape \(6, 6\)"):
         square.mul_(torch.randn(6, 6))
+    with pytest.raises(TypeError, match=r"a Tensor of shape \(6, 6\)"):
+        torch.randn(6, 6).mul_(square)
+    with pytest.raises(TypeError, match=r"a DTensor of shape \(6, 6\)"):
+        square.mul_(distribute_tensor(torch.randn(6, 6), mesh, [Shard(0)]))
+    with pytest.raises(TypeError, match=r"a Tensor of shape \(6, 6\)"):
+        torch._foreach_mul_([square], [torch.randn(6, 6)])
+    replicated = distribute_tensor(torch.tensor(2.0), mesh, [Replicate()])
+    assert torch.equal(square * replicated, square + square)
     with pytest.raises(NotImplementedError, match="only reductions to one value"):
         square.sum(dim=0)
     with pytest.raises(NotImplementedError, match="is not defined"):
