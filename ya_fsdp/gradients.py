@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 
 import torch
@@ -10,13 +9,11 @@ from torch import Tensor, nn
 
 from . import _torch
 from .collectives import Collectives, DivideFactors, divide_factors
+from .grad_shard import GradShard
 from .layout import ShardLayout
 from .mesh import MeshInfo
 from .param import ShardedParam
 from .precision import ResolvedDtypes
-from .ragged import RaggedShardDTensor, new_ragged
-
-_OWN_REFERENCES = 3  # the list, the loop variable and getrefcount's argument
 
 
 @dataclass
@@ -44,24 +41,6 @@ class ReduceInput:
 
 
 @dataclass
-class _Storage:
-    """One flat gradient shard and the ``.grad`` objects over it."""
-
-    flat: Tensor
-    local: list[Tensor]
-    objects: list[RaggedShardDTensor]
-    uses: int = 0
-
-    def exclusive(self) -> bool:
-        """Whether nobody but us refers to the objects or to their memory."""
-        if any(sys.getrefcount(o) > _OWN_REFERENCES for o in self.objects):
-            return False
-        if any(sys.getrefcount(t) > _OWN_REFERENCES + 1 for t in self.local):
-            return False
-        return _torch.storage_use_count(self.flat) == self.uses
-
-
-@dataclass
 class GroupGradients:
     """Collects, reduces and hands out one group's gradients.
 
@@ -81,8 +60,10 @@ class GroupGradients:
     accumulator: Tensor | None = None
     unresolved: list[int] = field(default_factory=list)
     _used: set[int] = field(default_factory=set)
-    _storage: _Storage | None = None
     _cached_factors: tuple[tuple[int, float | None, bool], DivideFactors] | None = None
+
+    def __post_init__(self) -> None:
+        self.shard = GradShard(self.params, self.layout, self.mesh_info)
 
     # ---- what autograd left ------------------------------------------------------------------
 
@@ -115,7 +96,9 @@ class GroupGradients:
     def reset(self, dtypes: ResolvedDtypes) -> None:
         """Starts anew after the parameters changed dtype or device."""
         self.dtypes = dtypes
-        self._storage = None
+        self.shard.forget()
+        if self.accumulator is not None:
+            self.accumulator = self.accumulator.to(dtypes.reduce)
 
     def accumulate(self, device: torch.device) -> None:
         """Adds this backward's gradients to the whole-group accumulator (no communication)."""
@@ -175,8 +158,7 @@ class GroupGradients:
             collectives: The back end.
         """
         info = self.mesh_info
-        assert self._storage is not None, "prepare() comes first"
-        flat = self._storage.flat
+        flat = self.shard.flat
         factors = self._factors(collectives)
         size = self.layout.shard_numel
         own = reduce_input[info.shard_rank * size : (info.shard_rank + 1) * size]
@@ -219,77 +201,23 @@ class GroupGradients:
 
         Called on the compute stream, to whose pool the memory belongs.
         """
-        storage = self._storage
-        grads = [p.sharded.grad for p in self.params]
-        if all(g is None for g in grads):
-            if storage is None or not storage.exclusive():
-                self._storage = self._new_storage()
-            else:
-                _resize(storage.flat, storage.flat.numel())
+        taken = self.shard.prepare(self.dtypes.master, self.unsharded[0].device)
+        if taken is None:
             return True
-        if storage is None:
-            storage = self._storage = self._new_storage()
-            storage.flat.zero_()
-        for i, grad in enumerate(grads):
-            ours = storage.objects[i]
-            if grad is None:
-                storage.local[i].zero_()
-            elif grad is not ours:
-                storage.local[i].copy_(getattr(grad, "_local_tensor", grad))
-                self.params[i].sharded.grad = None
-                self._used.add(i)
+        if not self.shard.pieces:
+            self._used |= taken
         return False
-
-    def _new_storage(self) -> _Storage:
-        with torch.inference_mode(False), torch.no_grad():
-            info = self.mesh_info
-            flat = torch.empty(
-                self.layout.shard_numel,
-                dtype=self.dtypes.master,
-                device=self.unsharded[0].device,
-            )
-            local, objects = [], []
-            for i, param in enumerate(self.params):
-                start, end = self.layout.local_range(info.shard_rank, i)
-                view = flat[start:end].view(param.sharded._local_tensor.shape)  # type: ignore[attr-defined]
-                placements = info.placements(self.layout.bounds(i), param.shape)
-                local.append(view)
-                objects.append(new_ragged(view, info.mesh, placements, param.shape))
-            storage = _Storage(flat, local, objects)
-            storage.uses = _torch.storage_use_count(flat)
-            return storage
 
     def hand_out(self) -> None:
         """Sets ``.grad`` of every parameter that had a gradient here."""
-        assert self._storage is not None
-        self.unresolved = []
-        for index, param in enumerate(self.params):
-            if param.sharded.grad is None:
-                if index in self._used:
-                    param.sharded.grad = self._storage.objects[index]
-                elif self.unsharded[index].requires_grad:
-                    self.unresolved.append(index)
+        missing = self.shard.hand_out(self._used)
+        self.unresolved = [i for i in missing if self.unsharded[i].requires_grad]
         self._used.clear()
 
     def resolve(self, index: int) -> None:
         """Sets ``.grad`` of a parameter that only other ranks used."""
-        assert self._storage is not None
-        self.params[index].sharded.grad = self._storage.objects[index]
+        self.shard.resolve(index)
 
     def release_unused(self) -> None:
         """Gives the gradient shard's memory back once every ``.grad`` is ``None``."""
-        storage = self._storage
-        if storage is None or any(p.sharded.grad is not None for p in self.params):
-            return
-        if storage.exclusive():
-            _resize(storage.flat, 0)
-        else:
-            self._storage = None
-
-
-def _resize(flat: Tensor, numel: int) -> None:
-    """Frees (0) or takes again the memory behind a tensor and all its views."""
-    storage = flat.untyped_storage()
-    num_bytes = numel * flat.dtype.itemsize
-    if storage.nbytes() != num_bytes:
-        storage.resize_(num_bytes)
+        self.shard.release_unused()

@@ -28,6 +28,7 @@ FLOORS = {
     "unit": 2,
     "group": 2,
     "gradients": 2,
+    "grad_shard": 2,
     "param": 2,
     "mesh": 1,
     "buffers": 1,
@@ -54,6 +55,8 @@ ARROWS = {
     ("group", "param"),
     ("group", "gradients"),
     ("gradients", "param"),
+    ("gradients", "grad_shard"),
+    ("grad_shard", "param"),
     ("mesh", "ragged"),
     ("ragged", "ragged_ops"),
     ("ragged", "ragged_tensor"),
@@ -64,7 +67,7 @@ ARROWS = {
     ("layout", "packing"),
 }
 # Guests live on floor 5, but come in through the front door: what `ya_fsdp` exports, or each other.
-GUESTS = {"graph", "optim", "integrations", "cli"}
+GUESTS = {"graph", "optim", "integrations", "cli", "run"}
 WITHOUT_TORCH = {"layout", "packing"}
 
 

@@ -1,0 +1,182 @@
+"""One group's reduced gradients: a flat shard and the ``.grad`` objects over it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from . import _torch
+from .layout import ShardLayout
+from .mesh import MeshInfo
+from .param import ShardedParam
+from .ragged import new_ragged
+
+_OWN_REFERENCES = 3  # the list, the loop variable and getrefcount's argument
+
+
+@dataclass
+class FlatPiece:
+    """A range of the flat shard that an optimizer holds as one plain parameter.
+
+    Attributes:
+        start: First element in the shard.
+        end: One past the last element.
+        param: A plain 1-D parameter that shares the shard's memory.
+        members: Indices of the sharded parameters it covers.
+    """
+
+    start: int
+    end: int
+    param: nn.Parameter
+    members: tuple[int, ...]
+
+
+@dataclass
+class GradShard:
+    """Hands out gradients without making objects anew, and gives their memory back.
+
+    The objects in ``.grad`` and the flat tensor under them are made once and used again in every
+    backward, unless the user kept one: what a user keeps never changes.
+
+    Attributes:
+        pieces: Flat parameters; if there are any, they get the gradients instead of the sharded
+            parameters.
+    """
+
+    params: list[ShardedParam]
+    layout: ShardLayout
+    mesh_info: MeshInfo
+    pieces: list[FlatPiece] = field(default_factory=list)
+    _flat: Tensor | None = None
+    _local: list[Tensor] = field(default_factory=list)
+    _objects: Sequence[Tensor] = ()
+    _uses: int = 0
+
+    @property
+    def flat(self) -> Tensor:
+        """This rank's gradients in the master dtype, as one tensor; after :meth:`prepare`."""
+        assert self._flat is not None, "prepare() comes first"
+        return self._flat
+
+    def holders(self) -> list[nn.Parameter]:
+        """The parameters whose ``.grad`` is set."""
+        if self.pieces:
+            return [piece.param for piece in self.pieces]
+        return [param.sharded for param in self.params]
+
+    def complete(self) -> bool:
+        """Whether every holder has a gradient of ours, so that ``flat`` is all there is."""
+        grads = [holder.grad for holder in self.holders()]
+        return len(grads) == len(self._objects) and all(
+            g is o for g, o in zip(grads, self._objects, strict=True)
+        )
+
+    def forget(self) -> None:
+        """Leaves the memory to whoever holds it; the next reduction starts anew."""
+        self._flat = None
+        self._local = []
+        self._objects = ()
+
+    def prepare(self, dtype: torch.dtype, device: torch.device) -> set[int] | None:
+        """Makes sure the flat shard can be written. Called on the compute stream, whose it is.
+
+        Returns:
+            ``None`` if it starts empty, else the holders whose gradient was a foreign object and
+            now lies in the shard (to be handed out as ours).
+        """
+        grads = [holder.grad for holder in self.holders()]
+        if all(g is None for g in grads):
+            flat = self._flat
+            if flat is None or (flat.untyped_storage().nbytes() and not self._exclusive()):
+                self._make(dtype, device)
+            else:
+                _resize(flat, flat.numel())
+            return None
+        if self._flat is None:
+            self._make(dtype, device)
+            self.flat.zero_()
+        taken = set()
+        for i, (grad, ours) in enumerate(zip(grads, self._objects, strict=True)):
+            if grad is None:
+                self._local[i].zero_()
+            elif grad is not ours:
+                self._local[i].copy_(getattr(grad, "_local_tensor", grad))
+                self.holders()[i].grad = None
+                taken.add(i)
+        return taken
+
+    def _make(self, dtype: torch.dtype, device: torch.device) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            flat = torch.empty(self.layout.shard_numel, dtype=dtype, device=device)
+            self._flat = flat
+            if self.pieces:
+                self._local = [flat[p.start : p.end] for p in self.pieces]
+                self._objects = self._local
+            else:
+                self._local, self._objects = self._make_ragged(flat)
+            self._uses = _torch.storage_use_count(flat)
+
+    def _make_ragged(self, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        info = self.mesh_info
+        local: list[Tensor] = []
+        objects: list[Tensor] = []
+        for i, param in enumerate(self.params):
+            start, end = self.layout.local_range(info.shard_rank, i)
+            view = flat[start:end].view(param.sharded._local_tensor.shape)  # type: ignore[attr-defined]
+            placements = info.placements(self.layout.bounds(i), param.shape)
+            local.append(view)
+            objects.append(new_ragged(view, info.mesh, placements, param.shape))
+        return local, objects
+
+    def _exclusive(self) -> bool:
+        """Whether nobody but us refers to the objects or to their memory."""
+        if any(sys.getrefcount(o) > _OWN_REFERENCES for o in self._objects):
+            return False
+        if not self.pieces:
+            if any(sys.getrefcount(t) > _OWN_REFERENCES + 1 for t in self._local):
+                return False
+        return _torch.storage_use_count(self.flat) == self._uses
+
+    def hand_out(self, used: set[int]) -> list[int]:
+        """Sets ``.grad`` of the parameters in ``used``; returns those that still have none."""
+        if self.pieces:
+            for piece, grad in zip(self.pieces, self._local, strict=True):
+                piece.param.grad = grad
+            return []
+        missing = []
+        for index, param in enumerate(self.params):
+            sharded = param.sharded
+            if index in used:
+                if sharded.grad is None:
+                    sharded.grad = self._objects[index]
+            elif sharded.grad is None:
+                missing.append(index)
+        return missing
+
+    def resolve(self, index: int) -> None:
+        """Sets ``.grad`` of a parameter that only other ranks used."""
+        self.params[index].sharded.grad = self._objects[index]
+
+    def release_unused(self) -> None:
+        """Gives the memory back once every ``.grad`` is ``None``."""
+        flat = self._flat
+        if flat is None or any(holder.grad is not None for holder in self.holders()):
+            return
+        if not flat.untyped_storage().nbytes():
+            return
+        if self._exclusive():
+            _resize(flat, 0)
+        else:
+            self.forget()
+
+
+def _resize(flat: Tensor, numel: int) -> None:
+    """Frees (0) or takes again the memory behind a tensor and all its views."""
+    storage = flat.untyped_storage()
+    num_bytes = numel * flat.dtype.itemsize
+    if storage.nbytes() != num_bytes:
+        storage.resize_(num_bytes)
