@@ -140,7 +140,7 @@ def make_groups(
         layout = plan_layout(numels, blocks, size, step)
         where = torch.device("meta") if on_meta else device
         originals = [m.sharded for m in members]
-        groups.append(ParamGroup(members, layout, dtypes, mesh_info, where))
+        groups.append(ParamGroup(members, layout, policy, mesh_info, where))
         for original, member in zip(originals, members, strict=True):
             setattr(original, _TAKEN, member.fqn)
     return groups

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor, nn
 
@@ -12,8 +10,8 @@ from .collectives import Collectives
 from .gradients import GroupGradients
 from .layout import ShardLayout
 from .mesh import MeshInfo
-from .param import ShardedParam
-from .precision import ResolvedDtypes
+from .param import OWN_ATTRIBUTES, ShardedParam
+from .precision import MixedPrecisionPolicy, ResolvedDtypes, resolve
 from .ragged import RaggedShardDTensor, make_placement, new_ragged
 
 
@@ -30,13 +28,14 @@ class ParamGroup:
         self,
         params: list[ShardedParam],
         layout: ShardLayout,
-        dtypes: ResolvedDtypes,
+        policy: MixedPrecisionPolicy,
         mesh_info: MeshInfo,
         device: torch.device,
     ) -> None:
         self.params = params
         self.layout = layout
-        self.dtypes = dtypes
+        self.policy = policy
+        self.dtypes = dtypes = self._resolve(params[0].sharded.dtype)
         self.mesh_info = mesh_info
         self.device = device
         self.master_shard = self._shard_parameters()
@@ -74,7 +73,7 @@ class ParamGroup:
             ragged = new_ragged(local, self.mesh_info.mesh, placements, param.shape)
             param.sharded = nn.Parameter(ragged, requires_grad=old.requires_grad)
         for name, value in vars(old).items():
-            if name not in ("_local_tensor", "_spec"):
+            if name not in OWN_ATTRIBUTES:
                 setattr(param.sharded, name, value)
         for table, name in param.sites:
             table[name] = param.sharded
@@ -117,12 +116,7 @@ class ParamGroup:
                 "fully_shard."
             )
         mine = self.local_view(self.master_shard, index)
-        with torch.no_grad():
-            if isinstance(source, RaggedShardDTensor):
-                mine.view(-1).copy_(source._local_tensor.reshape(-1))
-            else:
-                start, end = self.layout.owned(self.mesh_info.shard_rank, index)
-                mine.view(-1).copy_(source.detach().reshape(-1)[start:end])
+        self._copy_values(mine, source, index)
         param.sharded._local_tensor = mine  # type: ignore[attr-defined]
         for table, name in param.sites:
             table[name] = param.sharded
@@ -135,22 +129,32 @@ class ParamGroup:
             current = param.registered
             assert current is not None
             mine = self.local_view(shard, index)
-            local = getattr(current, "_local_tensor", None)
-            with torch.no_grad():
-                if local is not None and local.device.type != "meta" and device.type != "meta":
-                    mine.copy_(local)
-            placements = self.mesh_info.placements(self.layout.bounds(index), param.shape)
-            fresh = new_ragged(mine, self.mesh_info.mesh, placements, param.shape)
-            holder = nn.Parameter(fresh, requires_grad=current.requires_grad)
-            vars(holder).update(
-                {k: v for k, v in vars(current).items() if k not in ("_local_tensor", "_spec")}
-            )
-            param.sharded = holder
+            self._copy_values(mine, current, index)
+            if isinstance(current, RaggedShardDTensor) and current.dtype == dtype:
+                # The same object as before .to() in most cases, so optimizers go on with it.
+                current._local_tensor = mine
+                param.sharded = current
+            else:
+                self._adopt_local(param, index, mine)
             for table, name in param.sites:
-                table[name] = holder
+                table[name] = param.sharded
         self.master_shard = shard
-        self.grads.reset(replace(self.dtypes, master=dtype))
-        self.dtypes = self.grads.dtypes
+        self.dtypes = self._resolve(dtype)
+        self.grads.reset(self.dtypes)
+
+    def _resolve(self, master: torch.dtype) -> ResolvedDtypes:
+        return resolve(self.policy, master, any(p.sharded.requires_grad for p in self.params))
+
+    def _copy_values(self, mine: Tensor, source: Tensor, index: int) -> None:
+        """Copies this rank's elements of a sharded or whole tensor, unless it has no values."""
+        with torch.no_grad():
+            if isinstance(source, RaggedShardDTensor):
+                values = source._local_tensor.reshape(-1)
+            else:
+                start, end = self.layout.owned(self.mesh_info.shard_rank, index)
+                values = source.detach().reshape(-1)[start:end]
+            if values.device.type != "meta" and mine.device.type != "meta":
+                mine.view(-1).copy_(values)
 
     # ---- gathering --------------------------------------------------------------------------
 

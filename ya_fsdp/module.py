@@ -193,13 +193,21 @@ class YaFSDPModule(FSDPModule):
     def _apply(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``.to()``, ``.double()``, ``.cuda()``, ``to_empty()`` on the sharded parameters."""
         self._ya_reshard_all()
+        params = [p for u in self._ya_managed(True) for g in u.groups for p in g.params]
+        attributes = [p.user_attributes() for p in params]
         # nn.Module's method, past FSDPModule's, which would look for torch's own state.
         result = super(FSDPModule, self)._apply(fn, *args, **kwargs)  # type: ignore[misc]
+        for param, kept in zip(params, attributes, strict=True):
+            vars(param.registered).update(kept)
         for unit in self._ya_managed(True):
             for group in unit.groups:
                 group.readopt()
             unit.slot = None
-        self._ya_slots_changed()
+        for module in cast(nn.Module, self).modules():
+            state = state_of(module)
+            if state is not None and state.schedule is not None:
+                state.schedule.reducer.drop_slots()
+                state.schedule.units_changed()
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:

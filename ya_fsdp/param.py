@@ -16,6 +16,8 @@ Site = tuple[dict[str, nn.Parameter | None], str]
 The table, not the module, is kept: an edge back to the module would keep a deleted model alive.
 """
 
+OWN_ATTRIBUTES = ("_local_tensor", "_spec")
+
 _HARMLESS = {
     *(
         _torch.getter(name)
@@ -153,6 +155,10 @@ class ShardedParam:
         """Whatever the first module that owns the parameter holds now."""
         table, name = self.sites[0]
         return table.get(name)
+
+    def user_attributes(self) -> dict[str, Any]:
+        """What user code has set on the sharded parameter."""
+        return {k: v for k, v in vars(self.sharded).items() if k not in OWN_ATTRIBUTES}
 
     def accumulate_node(self) -> Any:
         """The autograd node that adds to the unsharded parameter's ``.grad``."""
