@@ -188,7 +188,8 @@ class YaFSDPModule(FSDPModule):
         """Gathers always run on a stream of their own; accepted for compatibility."""
 
     def _get_fsdp_state(self) -> Any:
-        raise NotImplementedError("ya_fsdp keeps no state of torch's FSDP; see YaFSDPModule")
+        """What torch's own ``register_fsdp_forward_method`` brackets a method with."""
+        return _ForwardBrackets(self)
 
     def _apply(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``.to()``, ``.double()``, ``.cuda()``, ``to_empty()`` on the sharded parameters."""
@@ -277,6 +278,23 @@ def call_with_unshard(
         schedule.post_forward(unit, False)
         raise
     return hooks.post_forward(schedule, unit, args, kwargs, output)
+
+
+class _ForwardBrackets:
+    """The two methods that torch's ``register_fsdp_forward_method`` asks a state for."""
+
+    def __init__(self, module: Any) -> None:
+        self._unit, self._schedule = _parts(module)
+        self._kwargs: dict[str, Any] = {}
+
+    def _pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, self._kwargs = hooks.pre_forward(self._schedule, self._unit, args, kwargs)
+        return args, self._kwargs
+
+    def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return hooks.post_forward(self._schedule, self._unit, args, self._kwargs, output)
 
 
 def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
