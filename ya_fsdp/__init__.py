@@ -1,6 +1,12 @@
 """Fully sharded data parallelism for PyTorch over flat, ragged, zero-copy shards."""
 
 from ._version import __version__
+from .flat import (
+    clip_grad_norm_,
+    flat_optimizer_state_dict,
+    flat_parameters,
+    load_flat_optimizer_state_dict,
+)
 from .fully_shard import fully_shard
 from .module import UnshardHandle, YaFSDPModule, register_fsdp_forward_method
 from .precision import MixedPrecisionPolicy
@@ -13,7 +19,11 @@ __all__ = [
     "UnshardHandle",
     "YaFSDPModule",
     "__version__",
+    "clip_grad_norm_",
     "distribute_ragged",
+    "flat_optimizer_state_dict",
+    "flat_parameters",
     "fully_shard",
+    "load_flat_optimizer_state_dict",
     "register_fsdp_forward_method",
 ]

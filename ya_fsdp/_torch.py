@@ -13,6 +13,8 @@ from torch import Tensor
 # Operators on lists of tensors have no public names; one launch serves many tensors.
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
+foreach_mul_ = torch._foreach_mul_
+flat_norms = torch._foreach_norm
 foreach_zero_ = torch._foreach_zero_
 
 # Calling a function on a tensor subclass as if it were a plain tensor; no public name exists.

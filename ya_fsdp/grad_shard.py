@@ -136,9 +136,9 @@ class GradShard:
         """Whether nobody but us refers to the objects or to their memory."""
         if any(sys.getrefcount(o) > _OWN_REFERENCES for o in self._objects):
             return False
-        if not self.pieces:
-            if any(sys.getrefcount(t) > _OWN_REFERENCES + 1 for t in self._local):
-                return False
+        owners = 0 if self.pieces else 1  # a ragged tensor refers to its piece
+        if any(sys.getrefcount(t) > _OWN_REFERENCES + owners for t in self._local):
+            return False
         return _torch.storage_use_count(self.flat) == self._uses
 
     def hand_out(self, used: set[int]) -> list[int]:

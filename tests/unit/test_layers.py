@@ -18,6 +18,7 @@ TOP = "__init__"
 FLOORS = {
     "fully_shard": 5,
     "module": 5,
+    "flat": 5,
     "checkpoint": 5,
     "wrapper": 5,
     "build": 4,

@@ -1,0 +1,283 @@
+"""Flat views of a sharded model for optimizers and clipping: few tensors instead of hundreds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from . import _torch
+from .build import state_of
+from .grad_shard import FlatPiece
+from .group import ParamGroup
+from .ragged import new_ragged
+
+Key = Callable[[str, nn.Parameter], Hashable]
+
+
+def groups_of(model: nn.Module) -> Iterator[ParamGroup]:
+    """Every parameter group of a sharded model once, in module order."""
+    seen: set[int] = set()
+    for module in model.modules():
+        state = state_of(module)
+        if state is not None and id(state.unit) not in seen:
+            seen.add(id(state.unit))
+            yield from state.unit.groups
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    return {id(p): name for name, p in model.named_parameters()}
+
+
+def flat_parameters(
+    model: nn.Module,
+    groups: Mapping[Hashable, dict[str, Any]] | None = None,
+    key: Key | None = None,
+) -> list[nn.Parameter] | list[dict[str, Any]]:
+    """Plain 1-D parameters over this rank's shards, for any stock ``torch.optim`` optimizer.
+
+    The optimizer then updates a few large tensors in one launch instead of hundreds of small
+    ones. From this call on gradients are set on the flat parameters and the sharded parameters'
+    ``.grad`` stays ``None``; a parameter that a step does not use counts as one with gradient
+    zero. Parameters that are not sharded are returned as they are.
+
+    Args:
+        model: A model given to :func:`ya_fsdp.fully_shard`; call this after ``.to(dtype)``.
+        groups: Options by key, such as ``{"decay": {"weight_decay": 0.1}, "rest": {}}``.
+        key: Maps (FQN, parameter) to a key of ``groups``. Neighbours with one key become one
+            tensor.
+
+    Returns:
+        Parameters, or with ``groups`` a list of optimizer parameter groups.
+
+    Raises:
+        ValueError: If only one of ``groups`` and ``key`` is given, or a key is not in ``groups``.
+    """
+    if (groups is None) != (key is None):
+        raise ValueError("groups and key go together: the options, and which parameter gets which")
+    names = _names(model)
+    found: dict[Hashable, list[nn.Parameter]] = {n: [] for n in (groups or (None,))}
+    managed: set[int] = set()
+    for group in groups_of(model):
+        managed.update(id(p.sharded) for p in group.params)
+        keys = [
+            key(names.get(id(p.sharded), p.fqn), p.sharded) if key else None for p in group.params
+        ]
+        for each in keys:
+            if each not in found:
+                raise ValueError(f"key {each!r} is not in groups, which has {list(found)}")
+        if not any(p.sharded.requires_grad for p in group.params):
+            continue
+        pieces = _cut(group, keys)
+        group.grads.shard.forget()
+        group.grads.shard.pieces = [piece for piece, _ in pieces]
+        for piece, piece_key in pieces:
+            found[piece_key].append(piece.param)
+    for name, param in model.named_parameters():
+        if id(param) not in managed and param.requires_grad:
+            found[key(name, param) if key else None].append(param)
+    if groups is None:
+        return found[None]
+    return [{"params": found[name], **options} for name, options in groups.items()]
+
+
+def _cut(group: ParamGroup, keys: Sequence[Hashable]) -> list[tuple[FlatPiece, Hashable]]:
+    """Ranges of the shard whose parameters have one key; padding goes to the range before it."""
+    rank = group.mesh_info.shard_rank
+    order = sorted(range(len(keys)), key=lambda i: group.layout.spans[i].offset)
+    runs: list[tuple[Hashable, list[int]]] = []
+    for index in order:
+        start, end = group.layout.local_range(rank, index)
+        if start == end:
+            continue
+        if runs and runs[-1][0] == keys[index]:
+            runs[-1][1].append(index)
+        else:
+            runs.append((keys[index], [index]))
+    starts = [group.layout.local_range(rank, run[1][0])[0] for run in runs]
+    ends = [*starts[1:], group.layout.shard_numel]
+    if starts:
+        starts[0] = 0
+    pieces = []
+    for (run_key, members), start, end in zip(runs, starts, ends, strict=True):
+        with torch.inference_mode(False), torch.no_grad():
+            param = nn.Parameter(group.master_shard[start:end])
+        pieces.append((FlatPiece(start, end, param, tuple(members)), run_key))
+    return pieces
+
+
+# ---- clipping ------------------------------------------------------------------------------------
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float | Tensor, norm_type: float = 2.0) -> Tensor:
+    """Scales all gradients so that their global norm is at most ``max_norm``.
+
+    One norm and one scaling launch over the flat gradient shards and one all-reduce, without
+    waiting for the device on the host.
+
+    Args:
+        model: A sharded model whose backward has run.
+        max_norm: Upper bound of the norm.
+        norm_type: Order of the norm, positive or ``inf``.
+
+    Returns:
+        The norm before clipping, 0-dim, fp32, the same on every rank.
+    """
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be positive, got {norm_type}")
+    by_mesh: dict[dist.ProcessGroup, list[Tensor]] = {}
+    managed: set[int] = set()
+    device: torch.device | None = None
+    for group in groups_of(model):
+        managed.update(id(p.sharded) for p in group.params)
+        device = group.device
+        target = by_mesh.setdefault(group.mesh_info.shard_group, [])
+        target.extend(_grads_of(group))
+    plain = [p.grad for p in model.parameters() if id(p) not in managed and p.grad is not None]
+    if device is None:
+        return nn.utils.clip_grad_norm_(model.parameters(), float(max_norm), norm_type)
+    with torch.no_grad():
+        parts = [
+            _reduced(_local_power(grads, norm_type, device), norm_type, pg)
+            for pg, grads in by_mesh.items()
+        ]
+        if plain:
+            parts.append(_local_power(plain, norm_type, device))
+        stacked = torch.stack(parts)
+        is_inf = norm_type == float("inf")
+        total = stacked.max() if is_inf else stacked.sum().pow(1.0 / norm_type)
+        scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        grads = [g for part in by_mesh.values() for g in part] + plain
+        if grads:
+            _torch.foreach_mul_(grads, scale)
+    return total
+
+
+def _grads_of(group: ParamGroup) -> list[Tensor]:
+    shard = group.grads.shard
+    if shard.complete():
+        return [shard.flat]
+    grads = [holder.grad for holder in shard.holders()]
+    return [getattr(g, "_local_tensor", g) for g in grads if g is not None]
+
+
+def _local_power(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """Sum of the p-th powers (or the maximum) of this rank's elements, fp32."""
+    grads = [g for g in grads if g.numel()]
+    if not grads:
+        return torch.zeros((), device=device)
+    norms = torch.stack([n.float() for n in _torch.flat_norms(grads, norm_type)])
+    return norms.max() if norm_type == float("inf") else norms.pow(norm_type).sum()
+
+
+def _reduced(value: Tensor, norm_type: float, group: dist.ProcessGroup) -> Tensor:
+    if dist.get_world_size(group) > 1:
+        op = dist.ReduceOp.MAX if norm_type == float("inf") else dist.ReduceOp.SUM
+        dist.all_reduce(value, op, group=group)
+    return value
+
+
+# ---- state dicts ---------------------------------------------------------------------------------
+
+
+def flat_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state of an optimizer over flat parameters, by parameter name.
+
+    The form is that of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``:
+    ``{"state": {fqn: {name: value}}, "param_groups": [{"params": [fqn], ...}]}`` with sharded
+    tensors, so a checkpoint does not tell whether flat parameters were used.
+    """
+    pieces = _pieces(model)
+    names = _names(model)
+    state: dict[str, Any] = {}
+    param_groups = []
+    for options in optimizer.param_groups:
+        members: list[str] = []
+        for param in options["params"]:
+            if id(param) not in pieces:
+                name = names[id(param)]
+                members.append(name)
+                state[name] = dict(optimizer.state.get(param, {}))
+                continue
+            group, piece = pieces[id(param)]
+            for index in piece.members:
+                name = names.get(id(group.params[index].sharded), group.params[index].fqn)
+                members.append(name)
+                state[name] = {
+                    k: _slice(group, piece, index, v)
+                    for k, v in optimizer.state.get(param, {}).items()
+                }
+        rest = {k: v for k, v in options.items() if k != "params"}
+        param_groups.append({"params": members, **rest})
+    return {"state": state, "param_groups": param_groups}
+
+
+def load_flat_optimizer_state_dict(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
+) -> None:
+    """Loads what :func:`flat_optimizer_state_dict` (or the per-parameter form) gave.
+
+    Raises:
+        KeyError: If the state lacks a parameter that this rank holds.
+    """
+    pieces = _pieces(model)
+    names = _names(model)
+    saved = state_dict["state"]
+    for options, old in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        options.update({k: v for k, v in old.items() if k != "params"})
+        for param in options["params"]:
+            if id(param) not in pieces:
+                optimizer.state[param] = dict(saved[names[id(param)]])
+                continue
+            group, piece = pieces[id(param)]
+            entries = {}
+            for index in piece.members:
+                name = names.get(id(group.params[index].sharded), group.params[index].fqn)
+                if name not in saved:
+                    raise KeyError(f"the optimizer state has no entry for parameter '{name}'")
+                entries[index] = saved[name]
+            optimizer.state[param] = _join(group, piece, entries)
+
+
+def _pieces(model: nn.Module) -> dict[int, tuple[ParamGroup, FlatPiece]]:
+    return {
+        id(piece.param): (group, piece)
+        for group in groups_of(model)
+        for piece in group.grads.shard.pieces
+    }
+
+
+def _slice(group: ParamGroup, piece: FlatPiece, index: int, value: Any) -> Any:
+    """One parameter's part of a flat state tensor; scalars are shared by all."""
+    if not isinstance(value, Tensor) or value.numel() != piece.end - piece.start:
+        return value.clone() if isinstance(value, Tensor) else value
+    info, param = group.mesh_info, group.params[index]
+    start, end = group.layout.local_range(info.shard_rank, index)
+    local = value[start - piece.start : end - piece.start]
+    shape = cast(Tensor, getattr(param.sharded, "_local_tensor")).shape  # noqa: B009
+    placements = info.placements(group.layout.bounds(index), param.shape)
+    return new_ragged(local.view(shape), info.mesh, placements, param.shape)
+
+
+def _join(group: ParamGroup, piece: FlatPiece, entries: dict[int, dict[str, Any]]) -> Any:
+    """The flat state tensor of a piece from its parameters' parts."""
+    first = next(iter(entries.values()))
+    joined: dict[str, Any] = {}
+    for name, value in first.items():
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            joined[name] = value.clone() if isinstance(value, Tensor) else value
+            continue
+        flat = torch.zeros(piece.end - piece.start, dtype=value.dtype, device=piece.param.device)
+        for index, entry in entries.items():
+            start, end = group.layout.local_range(group.mesh_info.shard_rank, index)
+            part = entry[name]
+            local = getattr(part, "_local_tensor", part)
+            if local.numel() != end - start:
+                low, high = group.layout.owned(group.mesh_info.shard_rank, index)
+                local = local.reshape(-1)[low:high]
+            flat[start - piece.start : end - piece.start].copy_(local.reshape(-1))
+        joined[name] = flat
+    return joined
