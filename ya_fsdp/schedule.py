@@ -48,6 +48,7 @@ class Schedule:
         self.open_calls = 0
         self.order: list[Unit] = []
         self.recording: list[Unit] = []
+        self.finished: list[Unit] = []  # the order in which forwards ended: backward's, reversed
         self.post_optim_event: Any = None
         self.is_last_backward = True
         self._following = False
@@ -66,6 +67,7 @@ class Schedule:
             self.units.remove(unit)
         self.order = []
         self.recording = []
+        self.finished = []
         self.reducer.accumulating.discard(unit)
         if unit.slot is not None and unit.slot.content is unit:
             unit.slot.content = unit.slot.holder = None
@@ -127,7 +129,7 @@ class Schedule:
             self.recover()
         self.stamp += 1
         if self.recording and not self._keeps_recording():
-            self.order, self.recording = self.recording, []
+            self.order, self.recording, self.finished = self.recording, [], []
         self._following = bool(self.order)
         self._backward_seen = False
         for unit in self.units:
@@ -193,6 +195,9 @@ class Schedule:
         if needs_backward:
             unit.pending_backward += 1
             unit.forward_stamp = self.stamp
+            if _torch.current_graph_task() == -1:
+                unit.backward_position = len(self.finished)
+                self.finished.append(unit)
         if unit.calls:
             return
         unit.change(Phase.IDLE)
@@ -247,20 +252,37 @@ class Schedule:
         self._prefetch_backward(unit)
 
     def _prefetch_backward(self, unit: Unit) -> None:
+        """Gathers what follows ``unit`` in backward, as far as there are free slots."""
         if unit.backward_prefetch is not None:
             targets = unit.backward_prefetch
         else:
-            position = unit.position
-            if position >= len(self.recording) or self.recording[position] is not unit:
+            position = unit.backward_position
+            if position >= len(self.finished) or self.finished[position] is not unit:
                 return
             first = max(0, position - (self.pool.num_buffers - 1))
-            targets = self.recording[first:position][::-1]
+            targets = self.finished[first:position][::-1]
         for target in targets:
             if target is unit or not target.pending_backward or not target.unshard_in_backward:
                 continue
             if not self.pool.is_free(target):
                 return
             self.launch_gather(target, target.forward_stamp)
+
+    def _prefetch_after(self, unit: Unit) -> None:
+        """A slot got free at the end of ``unit``'s backward: gathers what the next unit would.
+
+        Whether the next unit's backward has begun already depends on whether its output is this
+        unit's input, which may differ between ranks; the order of collectives must not.
+        """
+        position = unit.backward_position - 1
+        if position < 0 or self.finished[position + 1 : position + 2] != [unit]:
+            return
+        following = self.finished[position]
+        if following.pending_backward and following.unshard_in_backward:
+            if not self.pool.is_free(following):
+                return
+            self.launch_gather(following, following.forward_stamp)
+        self._prefetch_backward(following)
 
     def try_end_backward(self, unit: Unit) -> None:
         """Ends a unit's backward if no more of its gradients are to come."""
@@ -275,11 +297,13 @@ class Schedule:
         self._active.remove(unit)
         unit.change(Phase.IDLE if unit.phase is Phase.BACKWARD else Phase.FORWARD)
         unit.pending_backward = max(0, unit.pending_backward - 1)
-        if unit.phase is Phase.IDLE and unit.reshard_after_backward:
-            unit.held = False
-            self.release(unit)
-        if self._active:
-            self._prefetch_backward(self._active[-1])
+        if unit.phase is Phase.IDLE:
+            if unit.reshard_after_backward:
+                unit.held = False
+                self.release(unit)
+            elif not unit.held:
+                unit.to_sharded()  # the bytes stay; users and optimizers see sharded parameters
+        self._prefetch_after(unit)
         self.reducer.reduce(unit)
 
     def end_backward_pass(self) -> None:

@@ -62,6 +62,7 @@ class Unit:
         self.pending_backward = 0
         self.calls = 0
         self.position = 0
+        self.backward_position = 0
         self.depth = 0
         self.index = 0
         self.forward_stamp = -1
