@@ -90,7 +90,7 @@ def match_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
         for parameter in group["params"]:
             if not isinstance(parameter, RaggedShardDTensor):
                 continue
-            state = optimizer.state[parameter]
+            state = optimizer.state.get(parameter, {})
             for key, value in state.items():
                 if not isinstance(value, Tensor) or value.shape != parameter.shape:
                     continue

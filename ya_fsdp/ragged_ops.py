@@ -148,8 +148,7 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # The piece itself and not a view of it: helpers know an empty piece by its address.
-    return args[0].like(args[0]._local_tensor)
+    return args[0].alias()
 
 
 def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -173,8 +172,6 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, size = args
-    if not all(isinstance(length, int) for length in size):
-        raise NotImplementedError(f"{func} to another dtype: use .to_local()")
     return tensor.with_shape(size)
 
 
@@ -201,5 +198,5 @@ register(("alias", "detach", "lift_fresh"), _alias)
 register(LIKE.split(), _like)
 register(PROPERTIES, _property)
 register(("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"), _new)
-register(("view", "_unsafe_view", "reshape"), _view)
+register(("view", "_unsafe_view", "reshape"), _view, only="default")
 register(("index_put_",), _index_put)

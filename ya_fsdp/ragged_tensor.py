@@ -138,6 +138,18 @@ class RaggedShardDTensor(DTENSOR_BASE):  # type: ignore[misc]
         """The process group of :attr:`ragged_axis`."""
         return cast(DeviceMesh, self._spec.mesh).get_group(self.ragged_axis)
 
+    @property
+    def data(self) -> RaggedShardDTensor:
+        """The tensor without its gradient history, with the same piece."""
+        return cast(RaggedShardDTensor, self.detach())
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        raise RuntimeError(
+            "the data of a RaggedShardDTensor cannot be replaced, because the piece lies in memory "
+            "that is shared with other parameters: use copy_ under torch.no_grad()"
+        )
+
     def like(self, local: Tensor, *, requires_grad: bool = False) -> RaggedShardDTensor:
         """A tensor of the same shape, mesh and placements with another piece.
 
@@ -151,6 +163,14 @@ class RaggedShardDTensor(DTENSOR_BASE):  # type: ignore[misc]
             spec = respec(spec, meta.shape, meta.stride, local.dtype)
         return _wrap(local, spec, requires_grad)
 
+    def alias(self) -> RaggedShardDTensor:
+        """Another tensor with the same piece, the very object: an empty one is known by it."""
+        if not torch.is_inference_mode_enabled():
+            return self.like(self._local_tensor)
+        # A view of a normal tensor has to be a normal one in inference mode, too.
+        with torch.inference_mode(self.is_inference()):
+            return self.like(self._local_tensor)
+
     def with_shape(self, shape: Sequence[int]) -> RaggedShardDTensor:
         """The same elements, cut at the same bounds, seen in another shape; memory is shared.
 
@@ -163,7 +183,8 @@ class RaggedShardDTensor(DTENSOR_BASE):  # type: ignore[misc]
         placement = make_placement(self.ragged_placement.bounds, shape)
         placements[axis] = placement  # type: ignore[call-overload]
         local = self._local_tensor.view(placement.local_shape(shape, rank))
-        return new_ragged(local, self.device_mesh, tuple(placements), shape)
+        with torch.inference_mode(self.is_inference()):
+            return new_ragged(local, self.device_mesh, tuple(placements), shape)
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
         """This rank's piece itself: N-D for a row cut, flat for an element cut."""
@@ -217,6 +238,8 @@ class RaggedShardDTensor(DTENSOR_BASE):  # type: ignore[misc]
 
     def data_ptr(self) -> int:
         """Address of this rank's piece; for an empty piece a number no other tensor has."""
+        if self._local_tensor.numel() == 0:
+            _give_address(self._local_tensor)
         return self._local_tensor.data_ptr()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -293,7 +316,7 @@ def new_ragged(
     shape = torch.Size(shape)
     axis = ragged_axis(placements)
     placement = cast(RaggedShard, placements[axis])
-    if placement.world_size != mesh.size(axis) or len(placements) != mesh.ndim:
+    if len(placements) != mesh.ndim or placement.world_size != mesh.size(axis):
         raise ValueError(f"placements {placements} do not fit the mesh {mesh}")
     if placement.numel != prod(shape):
         raise ValueError(f"{placement} does not place the {prod(shape)} elements of {shape}")
@@ -324,12 +347,17 @@ def rebuild_ragged(
 
 
 def _wrap(local: Tensor, spec: Any, requires_grad: bool) -> RaggedShardDTensor:
-    if local.numel() == 0 and "data_ptr" not in local.__dict__:
-        # Helpers that match parameters by address would take all empty pieces for one.
-        local.data_ptr = PieceAddress()  # type: ignore[method-assign]
+    if local.numel() == 0:
+        _give_address(local)
     return cast(
         RaggedShardDTensor, new_sharded_tensor(RaggedShardDTensor, local, spec, requires_grad)
     )
+
+
+def _give_address(local: Tensor) -> None:
+    # Helpers that match parameters by address would take all empty pieces for one.
+    if "data_ptr" not in local.__dict__:
+        local.data_ptr = PieceAddress()  # type: ignore[method-assign]
 
 
 class PieceAddress:
