@@ -10,6 +10,7 @@ turn (build, warm up, measure, free), so that drift of the clocks meets them ali
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import traceback
@@ -87,8 +88,6 @@ def _plain_fits(row: Row, device: torch.device) -> bool:
 def _visit(row: Row, variant: Variant, plan: Plan) -> Sample:
     traffic = emulation.start(row.world, row.network)
     job = Job(row.config, plan.batch, row.sequence, row.world, plan.device)
-    if plan.device.type == "cuda":
-        torch.cuda.reset_accumulated_memory_stats()
     if variant.implementation != "plain" or _plain_fits(row, plan.device):
         with running(job, variant) as trainer:
             sections = variant.implementation == "plain"
@@ -131,6 +130,7 @@ def measure_row(
             if reason is not None:
                 failures[variant.label] = reason
                 samples.pop(variant.label, None)
+                gc.collect()
                 if plan.device.type == "cuda":
                     torch.cuda.empty_cache()
     return {label: merged(visits) for label, visits in samples.items()}, failures
@@ -177,6 +177,7 @@ def records_of(
             "bytes": sample.bytes,
             "allocated_gib": sample.allocated,
             "reserved_gib": sample.reserved,
+            "allocated_before_gib": sample.before,
             "alloc_retries": sample.retries,
             "segments_while_measured": sample.segments,
             "finite": sample.finite,

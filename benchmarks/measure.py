@@ -34,7 +34,8 @@ class Sample:
         sections: Milliseconds of each part (`forward`, `backward`, `clip`, `optimizer`) by step.
         calls, bytes: Collectives per step by kind, and bytes that this rank receives.
         allocated, reserved: Peak GiB over the measured steps; `None` on a CPU.
-        retries: Times that the allocator had to free its cache, warm-up included.
+        before: GiB that were allocated before the model was built: what a predecessor leaked.
+        retries: Times that the allocator had to free its cache since then.
         segments: Segments asked of the driver during the measured steps.
         finite: Whether the last loss is a number.
     """
@@ -46,6 +47,7 @@ class Sample:
     bytes: dict[str, float] = field(default_factory=dict)
     allocated: float | None = None
     reserved: float | None = None
+    before: float = 0.0
     retries: int = 0
     segments: int = 0
     finite: bool = True
@@ -117,7 +119,8 @@ def measure(
         if clock.cuda:
             sample.allocated = torch.cuda.max_memory_allocated() / _GIB
             sample.reserved = torch.cuda.max_memory_reserved() / _GIB
-            sample.retries = _memory("num_alloc_retries")
+            sample.before = trainer.allocated_before / _GIB
+            sample.retries = _memory("num_alloc_retries") - trainer.retries_before
             sample.segments = _memory("num_device_alloc") - segments
         for _ in range(_HOST_STEPS if clock.cuda else 0):
             start = time.perf_counter()
@@ -146,6 +149,7 @@ def merged(samples: Sequence[Sample]) -> Sample:
         if sample.allocated is not None and sample.reserved is not None:
             whole.allocated = max(whole.allocated or 0.0, sample.allocated)
             whole.reserved = max(whole.reserved or 0.0, sample.reserved)
+        whole.before = max(whole.before, sample.before)
         whole.retries = max(whole.retries, sample.retries)
         whole.segments = max(whole.segments, sample.segments)
         whole.finite = whole.finite and sample.finite

@@ -47,6 +47,8 @@ class Trainer:
         self.model: nn.Module
         self.optimizer: torch.optim.Optimizer
         self.loss: torch.Tensor | None = None
+        self.allocated_before = 0
+        self.retries_before = 0
         self._replay: Callable[[], None] | None = None
 
     def step(self) -> None:
@@ -109,7 +111,7 @@ class Trainer:
 
 
 def _adamw(parameters: Any, variant: Variant, device: torch.device) -> torch.optim.Optimizer:
-    capturable = variant.has("graph") and device.type == "cuda"
+    capturable = device.type == "cuda" and (variant.has("graph") or variant.has("capture"))
     return torch.optim.AdamW(parameters, lr=_LEARNING_RATE, fused=True, capturable=capturable)
 
 
@@ -315,6 +317,13 @@ def _carved(multiprocessors: int, device: torch.device) -> Iterator[None]:
         torch.backends.cuda.preferred_blas_library(library)
 
 
+def _collect(on_gpu: bool) -> None:
+    gc.collect()
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
 @contextlib.contextmanager
 def running(job: Job, variant: Variant, **options: Any) -> Iterator[Trainer]:
     """Build the variant's trainer, and free all that it held at the end.
@@ -323,19 +332,17 @@ def running(job: Job, variant: Variant, **options: Any) -> Iterator[Trainer]:
         UnavailableError: The implementation or one of its options does not exist here.
     """
     trainer: Trainer | None = None
+    on_gpu = job.device.type == "cuda"
+    before = torch.cuda.memory_allocated() if on_gpu else 0
+    retries = torch.cuda.memory_stats().get("num_alloc_retries", 0) if on_gpu else 0
     with _carved(variant.carve, job.device):
         try:
             trainer = _CLASSES[variant.implementation](job, variant, **options)
-            gc.collect()
-            if job.device.type == "cuda":
-                torch.cuda.synchronize()
-                torch.cuda.empty_cache()
+            trainer.allocated_before, trainer.retries_before = before, retries
+            _collect(on_gpu)
             trainer.finish()
             yield trainer
         finally:
             if trainer is not None:
                 trainer.close()
-            gc.collect()
-            if job.device.type == "cuda":
-                torch.cuda.synchronize()
-                torch.cuda.empty_cache()
+            _collect(on_gpu)
