@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import lcm
 
 import torch
 from torch import nn
@@ -12,9 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from .collectives import C10dCollectives, Collectives
 from .group import ParamGroup
-from .layout import Granularity, choose_blocks, group_alignment, plan_layout
+from .layout import Granularity, ShardLayout, choose_blocks, group_alignment, plan_layout
 from .mesh import MeshInfo
-from .param import ShardedParam
+from .param import TAKEN, ReplacedParameter, ShardedParam, parameter_table
 from .precision import MixedPrecisionPolicy, ResolvedDtypes, resolve
 from .ragged import RaggedShardDTensor
 from .schedule import Schedule
@@ -38,7 +39,6 @@ class ModuleState:
 
 
 _STATE = "_ya_fsdp_state"
-_TAKEN = "_ya_fsdp_taken_by"
 
 
 def state_of(module: nn.Module) -> ModuleState | None:
@@ -81,6 +81,7 @@ def collect_params(
 ) -> list[ShardedParam]:
     """One entry per distinct parameter, with all the places that refer to it."""
     found: dict[int, ShardedParam] = {}
+    tables = {module: parameter_table(module) for module in modules}
     for fqn, module, name, param in named_sites(roots, modules):
         if param in ignored:
             continue
@@ -88,13 +89,13 @@ def collect_params(
         if entry is None:
             check_param(fqn, param)
             entry = found[id(param)] = ShardedParam(fqn, param, [])
-        entry.sites.append((module._parameters, name))
+        entry.sites.append((tables[module], name))
     return list(found.values())
 
 
 def check_param(fqn: str, param: nn.Parameter) -> None:
     """Refuses what can not be sharded, by name and with the way out."""
-    taken = getattr(param, _TAKEN, None)
+    taken = getattr(param, TAKEN, None)
     if isinstance(param, RaggedShardDTensor) or taken is not None:
         raise ValueError(
             f"parameter '{fqn}' is shared with one that an earlier fully_shard call manages"
@@ -128,22 +129,34 @@ def make_groups(
         dtypes = resolve(policy, tensor.dtype, tensor.requires_grad)
         key = (dtypes, tensor.requires_grad, tensor.device.type == "meta")
         kinds.setdefault(key, []).append(param)
+    # Every layout is planned before any parameter is touched: a user's function may raise.
+    layouts = [
+        _plan(members, dtypes, mesh_info.shard_size, alignment, granularity)
+        for (dtypes, _, _), members in kinds.items()
+    ]
     groups = []
-    for (dtypes, _, on_meta), members in kinds.items():
-        sizes = [dtypes.master.itemsize, dtypes.gather.itemsize, dtypes.reduce.itemsize]
-        step = max(group_alignment(sizes), alignment or 1)
-        numels = [m.shape.numel() for m in members]
-        rows = [m.shape[1:].numel() or 1 for m in members]
-        wishes = [granularity_of(granularity, m) for m in members]
-        size = mesh_info.shard_size
-        blocks = choose_blocks(numels, rows, wishes, size, step)
-        layout = plan_layout(numels, blocks, size, step)
-        where = torch.device("meta") if on_meta else device
+    for (key, members), layout in zip(kinds.items(), layouts, strict=True):
         originals = [m.sharded for m in members]
+        where = torch.device("meta") if key[2] else device
         groups.append(ParamGroup(members, layout, policy, mesh_info, where))
         for original, member in zip(originals, members, strict=True):
-            setattr(original, _TAKEN, member.fqn)
+            ReplacedParameter.mark(original, member.fqn)
     return groups
+
+
+def _plan(
+    members: list[ShardedParam],
+    dtypes: ResolvedDtypes,
+    size: int,
+    alignment: int | None,
+    granularity: GranularityOption,
+) -> ShardLayout:
+    sizes = [dtypes.master.itemsize, dtypes.gather.itemsize, dtypes.reduce.itemsize]
+    step = lcm(group_alignment(sizes), alignment or 1)
+    numels = [m.shape.numel() for m in members]
+    rows = [m.shape[1:].numel() or 1 for m in members]
+    wishes = [granularity_of(granularity, m) for m in members]
+    return plan_layout(numels, choose_blocks(numels, rows, wishes, size, step), size, step)
 
 
 def granularity_of(option: GranularityOption, param: ShardedParam) -> Granularity:

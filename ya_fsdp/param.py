@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,9 @@ Site = tuple[dict[str, nn.Parameter | None], str]
 
 The table, not the module, is kept: an edge back to the module would keep a deleted model alive.
 """
+
+TAKEN = "_ya_fsdp_taken_by"
+"""Name of the mark on a whole parameter that a sharded one has replaced: its FQN."""
 
 OWN_ATTRIBUTES = ("_local_tensor", "_spec")
 
@@ -80,6 +84,74 @@ class ReleasedParameter(nn.Parameter):
         """Names the parameter without touching its values."""
         fqn = getattr(self, "_ya_fsdp_fqn", "?")
         return f"ReleasedParameter('{fqn}', shape={tuple(self.shape)})"
+
+
+_GRADIENT_ACCESS = {
+    Tensor.grad.__get__,  # type: ignore[attr-defined]
+    Tensor.grad.__set__,  # type: ignore[attr-defined]
+    Tensor.grad.__delete__,  # type: ignore[attr-defined]
+}
+
+
+class ReplacedParameter(nn.Parameter):
+    """The class of a whole parameter whose place in the model a sharded one has taken.
+
+    An optimizer, or a list for gradient clipping, made before ``fully_shard`` holds such objects
+    and would do nothing in silence. All of them ask for ``.grad``, so that is refused.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Refuses to give or take a gradient."""
+        if func in _GRADIENT_ACCESS:
+            raise RuntimeError(
+                f"parameter '{getattr(args[0], TAKEN, '?')}' was replaced by fully_shard, so this "
+                "object gets no gradients any more. Build the optimizer (and every list of "
+                "parameters) from model.parameters() after fully_shard."
+            )
+        with _torch.without_torch_function():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def mark(cls, original: nn.Parameter, fqn: str) -> None:
+        """Makes ``original``, which ``fqn`` was, refuse gradients."""
+        setattr(original, TAKEN, fqn)
+        if type(original) is nn.Parameter:
+            original.__class__ = cls
+
+
+class SetattrTable(dict[str, "nn.Parameter | None"]):
+    """Stands for the parameter table of a module that must see every change of a parameter.
+
+    A recurrent layer, for one, keeps a list of its weights and renews it in ``__setattr__``.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._module = weakref.ref(module)
+
+    def __setitem__(self, name: str, value: nn.Parameter | None) -> None:
+        module = self._module()
+        if module is not None:
+            setattr(module, name, value)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The parameter of that name."""
+        module = self._module()
+        return default if module is None else module._parameters.get(name, default)
+
+
+def parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Where to write a module's parameters."""
+    if type(module).__setattr__ is nn.Module.__setattr__:
+        return module._parameters
+    return SetattrTable(module)
 
 
 class ShardedParam:
