@@ -23,6 +23,7 @@ from .build import (
     move_buffers,
     state_of,
 )
+from .fused_linear import fuse_linears
 from .mesh import MeshInfo
 from .module import YaFSDPModule, sharded_class
 from .precision import MixedPrecisionPolicy
@@ -42,6 +43,7 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = ...,
     shard_alignment: int | None = ...,
     granularity: GranularityOption = ...,
+    fused_weight_gradients: bool = ...,
 ) -> M: ...
 @overload
 def fully_shard(
@@ -53,6 +55,7 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = ...,
     shard_alignment: int | None = ...,
     granularity: GranularityOption = ...,
+    fused_weight_gradients: bool = ...,
 ) -> list[nn.Module]: ...
 def fully_shard(
     module: Any,
@@ -63,6 +66,7 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = None,
     shard_alignment: int | None = None,
     granularity: GranularityOption = "auto",
+    fused_weight_gradients: bool = False,
 ) -> Any:
     """Shards a module's parameters, gradients and optimizer state over ranks, in place.
 
@@ -93,6 +97,10 @@ def fully_shard(
         granularity: What no shard boundary may cut: ``"row"`` (a dim-0 row), ``"element"``
             (nothing), a number of elements, ``"auto"`` (rows where that pads at most 1 %), or a
             function of (FQN, parameter) that returns one of these.
+        fused_weight_gradients: Let the backward of every plain ``nn.Linear`` write its weight's
+            gradient into the gradient buffer in the reduce dtype: no gradient tensor, no copy, no
+            16-bit rounding before a 32-bit sum. Costs host time per layer (a Python autograd
+            function) and holds a gradient buffer during a unit's whole backward.
 
     Returns:
         The same module (or list), now also a :class:`YaFSDPModule`.
@@ -119,6 +127,8 @@ def fully_shard(
     unit = Unit("", groups, policy)
     unit.fqn = type(modules[0]).__name__
     unit.reshard_after_forward = reshard_after_forward is not False
+    if fused_weight_gradients:
+        unit.fused = fuse_linears(managed, groups) > 0
     for each in modules:
         _install(each, unit, is_list=len(modules) > 1)
     _note_above(modules)

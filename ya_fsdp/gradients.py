@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,10 @@ class GroupGradients:
         accumulator: Whole-group gradients in the reduce dtype while communication is off.
         unresolved: Parameters that got no gradient here in the last reduction; whether another
             rank had one is known after the usage exchange at the end of the backward.
+        fused: Whether backward products write gradients into ``target`` themselves.
+        target: Where they write during this backward, ``None`` outside one.
+        adds: Whether ``target`` holds earlier microbatches, so that every write has to add.
+        written: Parameters whose gradient lies in ``target`` already.
     """
 
     params: list[ShardedParam]
@@ -59,6 +64,12 @@ class GroupGradients:
     unsharded: tuple[nn.Parameter, ...] = ()
     accumulator: Tensor | None = None
     unresolved: list[int] = field(default_factory=list)
+    fused: bool = False
+    target: ReduceInput | None = None
+    adds: bool = False
+    written: set[int] = field(default_factory=set)
+    _done: set[int] = field(default_factory=set)
+    _watched: dict[int, Any] = field(default_factory=dict)
     _used: set[int] = field(default_factory=set)
     _cached_factors: tuple[tuple[int, float | None, bool], DivideFactors] | None = None
 
@@ -69,7 +80,11 @@ class GroupGradients:
 
     def present(self) -> bool:
         """Whether any unsharded parameter has a gradient, now or in the accumulator."""
-        return self.accumulator is not None or any(p.grad is not None for p in self.unsharded)
+        return (
+            self.accumulator is not None
+            or bool(self.written)
+            or any(p.grad is not None for p in self.unsharded)
+        )
 
     @property
     def trainable(self) -> bool:
@@ -83,6 +98,7 @@ class GroupGradients:
             for i, p in enumerate(self.unsharded)
             if p.grad is None
             and p.requires_grad
+            and i not in self._done
             and _torch.will_execute(self.params[i].accumulate_node())
         ]
 
@@ -91,7 +107,27 @@ class GroupGradients:
         for p in self.unsharded:
             p.grad = None
         self.accumulator = None
+        self.close()
         self._used.clear()
+
+    def open(self, target: ReduceInput, adds: bool) -> None:
+        """Lets backward products write into ``target`` from now on."""
+        self.target = target
+        self.adds = adds
+        self._done.clear()
+
+    def close(self) -> None:
+        """Ends :meth:`open`; what was written counts as used."""
+        self._used |= self.written
+        self.written.clear()
+        self.target = None
+
+    def watch(self, index: int) -> None:
+        """Notes when autograd has come through with a parameter that leaves no ``.grad``."""
+        node = self.params[index].accumulate_node()
+        if self._watched.get(index) is not node:
+            node.register_prehook(lambda _: self._done.add(index))
+            self._watched[index] = node
 
     def reset(self, dtypes: ResolvedDtypes) -> None:
         """Starts anew after the parameters changed dtype or device."""
@@ -102,16 +138,22 @@ class GroupGradients:
 
     def accumulate(self, device: torch.device) -> None:
         """Adds this backward's gradients to the whole-group accumulator (no communication)."""
-        if self.accumulator is None:
-            self.accumulator = torch.zeros(
-                self.layout.total_numel, dtype=self.dtypes.reduce, device=device
-            )
-        targets, grads = self._pairs(self.cut(self.accumulator).views)
+        accumulator = self.start_accumulator(device)
+        targets, grads = self._pairs(self.cut(accumulator).views)
         if targets:
             wide = [g.to(self.dtypes.reduce) for g in grads]
             _torch.foreach_add_(targets, wide)
         for p in self.unsharded:
             p.grad = None
+        self.close()
+
+    def start_accumulator(self, device: torch.device) -> Tensor:
+        """The whole-group accumulator, zero at first."""
+        if self.accumulator is None:
+            self.accumulator = torch.zeros(
+                self.layout.total_numel, dtype=self.dtypes.reduce, device=device
+            )
+        return self.accumulator
 
     def cut(self, flat: Tensor) -> ReduceInput:
         """Views of every parameter and of the padding in a whole-group buffer."""
@@ -128,12 +170,22 @@ class GroupGradients:
             _torch.foreach_zero_(target.padding)
         targets, grads = self._pairs(target.views)
         if len(grads) < len(target.views):
-            missing = zip(target.views, self.unsharded, strict=True)
-            _torch.foreach_zero_([view for view, p in missing if p.grad is None])
+            both = zip(target.views, self.unsharded, strict=True)
+            missing = [
+                view for i, (view, p) in enumerate(both) if p.grad is None and i not in self.written
+            ]
+            if missing:
+                _torch.foreach_zero_(missing)
+        if self.written:
+            for i, p in enumerate(self.unsharded):  # a weight that is used elsewhere too
+                if p.grad is not None and i in self.written:
+                    p.grad = p.grad.to(target.views[i].dtype) + target.views[i]
+            targets, grads = self._pairs(target.views)
         if targets:
             _torch.foreach_copy_(targets, grads)
         for p in self.unsharded:
             p.grad = None
+        self.close()
 
     def _pairs(self, views: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Views and gradients of the parameters that have one; remembers which they were."""

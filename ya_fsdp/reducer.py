@@ -37,7 +37,7 @@ class Reducer:
         self.keep_buffers = not streams.asynchronous
         self.accumulating: set[Unit] = set()
         self.slots: list[Slot] = []
-        self._turn = 0
+        self._open: dict[Unit, Slot] = {}
         self._slot_bytes = 0
         self._touched: list[Unit] = []
         self._in_flight: list[Tensor] = []
@@ -61,6 +61,8 @@ class Reducer:
         self.streams.compute_waits_for_comm()
         self._touched.clear()
         self._in_flight.clear()
+        for unit in list(self._open):
+            self._close(unit)
         for unit in self.accumulating:
             for group in unit.groups:
                 group.grads.drop()
@@ -69,6 +71,8 @@ class Reducer:
     def reduce(self, unit: Unit) -> None:
         """Reduces (or, without communication, accumulates) whatever gradients a unit has."""
         present = [g for g in unit.groups if g.grads.present()]
+        if not present or not unit.sync_gradients:
+            self._close(unit)
         if not present:
             return
         if not unit.sync_gradients:
@@ -78,14 +82,13 @@ class Reducer:
             return
         # Another rank may have gradients in a group that got none here, so all of them go out.
         groups = [g for g in unit.groups if g in present or g.grads.trainable]
-        slot = self._take_slot(groups[0])
+        slot = self._open.pop(unit, None) or self._take_slot(groups[0])
         inputs: list[Tensor] = []
         fresh: list[bool] = []
-        offset = 0
-        for group in groups:
-            fresh.append(group.grads.prepare())
-            inputs.append(self._fill(group, slot, offset))
-            offset += aligned(group.reduce_bytes)
+        for group, offset in zip(unit.groups, offsets(unit), strict=True):
+            if group in groups:
+                fresh.append(group.grads.prepare())
+                inputs.append(self._fill(group, slot, offset))
         self._ready_event = self.streams.record_compute(
             self._ready_event or self.streams.new_event()
         )
@@ -95,10 +98,47 @@ class Reducer:
             for group, reduce_input, is_fresh in zip(groups, inputs, fresh, strict=True):
                 group.grads.reduce(reduce_input, is_fresh, collectives)
         slot.free_event = self.streams.record_comm(slot.free_event or self.streams.new_event())
+        slot.holder = None
         for group in groups:
             group.grads.hand_out()
         self.accumulating.discard(unit)
         self._touched.append(unit)
+
+    def open(self, unit: Unit) -> None:
+        """Before a unit's backward: where its products may write weight gradients themselves.
+
+        Holds a gradient slot from the start of the unit's backward, not only at its end.
+        """
+        if unit in self._open:
+            return
+        fused = [g for g in unit.groups if g.grads.fused and g.grads.trainable]
+        if not fused:
+            return
+        slot: Slot | None = None
+        for group, offset in zip(unit.groups, offsets(unit), strict=True):
+            if group not in fused:
+                continue
+            grads = group.grads
+            if grads.accumulator is not None or not unit.sync_gradients:
+                grads.open(grads.cut(grads.start_accumulator(group.device)), adds=True)
+                continue
+            if slot is None:
+                slot = self._take_slot(group)
+                slot.holder = unit
+                self._open[unit] = slot
+            grads.open(self._target(group, slot, offset), adds=False)
+
+    def _close(self, unit: Unit) -> None:
+        slot = self._open.pop(unit, None)
+        if slot is not None:
+            slot.holder = None
+
+    def _target(self, group: ParamGroup, slot: Slot, offset: int) -> ReduceInput:
+        target: ReduceInput | None = slot.views.get(group)
+        if target is None:
+            flat = slot.view(offset, group.layout.total_numel, group.dtypes.reduce)
+            target = slot.views[group] = group.grads.cut(flat)
+        return target
 
     def _fill(self, group: ParamGroup, slot: Slot, offset: int) -> Tensor:
         """The group's gradients as one flat tensor, in the slot or in its own accumulator."""
@@ -109,21 +149,20 @@ class Reducer:
                 group.grads.accumulator = None
                 self._in_flight.append(reduce_input)
                 return reduce_input
-            key = (group, offset)
-            target: ReduceInput | None = slot.views.get(key)
-            if target is None:
-                flat = slot.view(offset, group.layout.total_numel, group.dtypes.reduce)
-                target = slot.views[key] = group.grads.cut(flat)
+            target = self._target(group, slot, offset)
             group.grads.collect(target)
             return target.flat
 
     def _take_slot(self, group: ParamGroup) -> Slot:
-        if len(self.slots) < self.num_buffers:
+        free = [s for s in self.slots if s.holder is None]
+        if len(self.slots) < self.num_buffers or not free:
             slot = Slot(self._slot_bytes, lambda n: self.collectives.allocate(n, group.device))
             self.slots.append(slot)
         else:
-            slot = self.slots[self._turn % self.num_buffers]
-        self._turn += 1
+            slot = free[0]
+            # The least recently used one comes first in the list.
+            self.slots.remove(slot)
+            self.slots.append(slot)
         slot.alloc_storage()
         self.streams.compute_waits(slot.free_event)
         return slot
@@ -200,3 +239,11 @@ class Reducer:
                     group.grads.resolve(index)
             group.grads.unresolved = []
             position += len(group.params)
+
+
+def offsets(unit: Unit) -> list[int]:
+    """Bytes at which each of a unit's groups starts in a gradient slot."""
+    starts = [0]
+    for group in unit.groups:
+        starts.append(starts[-1] + aligned(group.reduce_bytes))
+    return starts[:-1]

@@ -249,6 +249,8 @@ class Schedule:
         if unit.unshard_in_backward or unit.switched:
             self.launch_gather(unit, unit.forward_stamp)
             self.finish_gather(unit)
+        if unit.fused:
+            self.reducer.open(unit)
         self._prefetch_backward(unit)
 
     def _prefetch_backward(self, unit: Unit) -> None:

@@ -64,6 +64,7 @@ class Unit:
         self.position = 0
         self.backward_position = 0
         self.depth = 0
+        self.fused = False
         self.index = 0
         self.forward_stamp = -1
         self.gather_event: Any = None
