@@ -161,6 +161,8 @@ class Sharded(Trainer):
                 param_dtype=torch.bfloat16, reduce_dtype=reduce
             ),
         }
+        if variant.has("fused"):
+            options["fused_weight_gradients"] = True
         model = models.on_meta(job.config)
         units = model.units()
         for unit in units:

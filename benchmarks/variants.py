@@ -6,6 +6,7 @@ call of a setter. Options that every sharded implementation knows:
     noreshard      keep gathered parameters after the forward
     noprefetch     no explicit prefetch in the forward (FSDP2 has to be asked for it)
     bf16reduce     reduce gradients in bf16
+    fused          backward products write weight gradients into the buffer (ours only)
     flat           the optimizer gets `ya_fsdp.flat_parameters(model)` (ours only)
     clip           clip the gradient norm at 1 before the optimizer
     graph          the whole step as one CUDA graph, captured by hand
@@ -21,7 +22,9 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-FLAGS = frozenset({"noreshard", "noprefetch", "bf16reduce", "flat", "clip", "graph", "capture"})
+FLAGS = frozenset(
+    {"noreshard", "noprefetch", "bf16reduce", "fused", "flat", "clip", "graph", "capture"}
+)
 IMPLEMENTATIONS = ("plain", "fsdp2", "ours", "ddp", "megatron")
 
 
