@@ -6,24 +6,38 @@ can read it at any world size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from ya_fsdp.ragged_boxes import Box, flat_range_to_boxes
 
-if TYPE_CHECKING:
-    from torch import Tensor
 
-    from ya_fsdp.ragged_tensor import RaggedShardDTensor
+class _CutTensor(Protocol):
+    """What this file needs to know of a ragged tensor."""
+
+    _local_tensor: Tensor
+
+    @property
+    def shape(self) -> torch.Size: ...
+    @property
+    def device_mesh(self) -> DeviceMesh: ...
+    @property
+    def ragged_axis(self) -> int: ...
+    @property
+    def ragged_rank(self) -> int: ...
+    @property
+    def ragged_range(self) -> tuple[int, int]: ...
 
 
-def piece_boxes(tensor: RaggedShardDTensor) -> list[Box]:
+def piece_boxes(tensor: _CutTensor) -> list[Box]:
     """The boxes of the whole tensor that this rank's piece consists of, none if it is empty."""
-    return flat_range_to_boxes(
-        tuple(tensor.shape), *tensor.ragged_placement.local_range(tensor.ragged_rank)
-    )
+    return flat_range_to_boxes(tuple(tensor.shape), *tensor.ragged_range)
 
 
-def write_items(tensor: RaggedShardDTensor, fqn: str) -> list[Any]:
+def write_items(tensor: _CutTensor, fqn: str) -> list[Any]:
     """What this rank writes: its boxes, on the first replica only."""
     # Importing it costs a noticeable part of a second, and training does not need it.
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
@@ -36,25 +50,24 @@ def write_items(tensor: RaggedShardDTensor, fqn: str) -> list[Any]:
         WriteItem(
             index=MetadataIndex(fqn, chunk.offsets),
             type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=tensor.size()),
+            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=tensor.shape),
         )
         for chunk in chunks(tensor)
     ]
 
 
-def chunks(tensor: RaggedShardDTensor) -> list[Any]:
+def chunks(tensor: _CutTensor) -> list[Any]:
     """The boxes as the checkpoint's own records."""
-    import torch
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     boxes = piece_boxes(tensor)
-    if tensor.numel() == 0 and tensor.ragged_rank == 0:
+    if tensor.shape.numel() == 0 and tensor.ragged_rank == 0:
         # Someone has to write the shape of a tensor without elements.
-        boxes = [Box((0,) * tensor.dim(), tuple(tensor.shape), 0)]
+        boxes = [Box((0,) * len(tensor.shape), tuple(tensor.shape), 0)]
     return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
 
 
-def chunk_view(tensor: RaggedShardDTensor, index: Any) -> Tensor:
+def chunk_view(tensor: _CutTensor, index: Any) -> Tensor:
     """The memory of one box, to be read or overwritten.
 
     Args:
@@ -69,7 +82,7 @@ def chunk_view(tensor: RaggedShardDTensor, index: Any) -> Tensor:
     for box in boxes:
         if index.offset is None or tuple(index.offset) == box.offsets:
             return flat[box.start : box.start + box.numel].view(box.sizes)
-    if tensor.numel() == 0:
+    if tensor.shape.numel() == 0:
         return tensor._local_tensor.view(tensor.shape)
     raise ValueError(
         f"{index.fqn}: this rank has no box at {index.offset}, "
@@ -77,7 +90,7 @@ def chunk_view(tensor: RaggedShardDTensor, index: Any) -> Tensor:
     )
 
 
-def _is_first_replica(tensor: RaggedShardDTensor) -> bool:
+def _is_first_replica(tensor: _CutTensor) -> bool:
     coordinate: Any = tensor.device_mesh.get_coordinate() or []
     return all(
         position == 0 for axis, position in enumerate(coordinate) if axis != tensor.ragged_axis

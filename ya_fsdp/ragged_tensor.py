@@ -134,6 +134,11 @@ class RaggedShardDTensor(DTENSOR_BASE):  # type: ignore[misc]
         return mesh_rank(self._spec.mesh, self.ragged_axis)
 
     @property
+    def ragged_range(self) -> tuple[int, int]:
+        """This process's range of the flattened tensor."""
+        return self.ragged_placement.local_range(self.ragged_rank)
+
+    @property
     def ragged_group(self) -> dist.ProcessGroup:
         """The process group of :attr:`ragged_axis`."""
         return cast(DeviceMesh, self._spec.mesh).get_group(self.ragged_axis)
