@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard
 
 from benchmarks import models
 from benchmarks.variants import UnavailableError, Variant
@@ -163,6 +164,7 @@ class Sharded(Trainer):
         }
         if variant.has("fused"):
             options["fused_weight_gradients"] = True
+        options |= self._placements()
         model = models.on_meta(job.config)
         units = model.units()
         for unit in units:
@@ -177,6 +179,10 @@ class Sharded(Trainer):
 
     def _package(self) -> Any:
         return importlib.import_module(self.package)
+
+    def _placements(self) -> dict[str, Any]:
+        """Further arguments of `fully_shard`."""
+        return {}
 
     def _configure(self, package: Any) -> None:
         """Best settings, then the variant's setters."""
@@ -195,6 +201,16 @@ class Sharded(Trainer):
 
 class Fsdp2(Sharded):
     """torch's `fully_shard`, told to gather the next layer before it runs the current one."""
+
+    def _placements(self) -> dict[str, Any]:
+        world = self.job.world
+
+        def place(parameter: nn.Parameter) -> Shard | None:
+            # By experts, of which there are fewer than ranks, most of the traffic would be padding.
+            few = parameter.ndim == 3 and parameter.shape[0] % world != 0
+            return Shard(1) if few and parameter.shape[1] % world == 0 else None
+
+        return {"shard_placement_fn": place}
 
     def _configure(self, package: Any) -> None:
         super()._configure(package)
