@@ -208,12 +208,14 @@ class ParamGroup:
             param.to_sharded()
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """Resets the sharded gradients, which modules do not show while they are unsharded."""
+        """Resets what modules do not show: sharded gradients while unsharded, the accumulator."""
+        self.grads.drop()
         for param in self.params:
-            if set_to_none:
-                param.sharded.grad = None
-            elif param.sharded.grad is not None:
-                param.sharded.grad.zero_()
+            if param.registered is not param.sharded and param.sharded.grad is not None:
+                if set_to_none:
+                    param.sharded.grad = None
+                else:
+                    param.sharded.grad.zero_()
 
     def mark_stale(self, version: int) -> None:
         """Sets version counters so that a backward that still needs the old bytes raises."""

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from . import hooks
+from . import _torch, hooks
 from .build import ModuleState, schedule_of, state_of
 from .schedule import Schedule
 from .unit import Unit
@@ -39,6 +40,7 @@ class YaFSDPModule(FSDPModule):
     """
 
     _is_fsdp_managed_module = True
+    _fsdp_use_orig_params = True  # dynamo refuses FSDP modules without it
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Constructing the class (a container slicing itself, say) makes a plain module."""
@@ -50,6 +52,8 @@ class YaFSDPModule(FSDPModule):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Gathers parameters around the module's own call, its hooks included."""
+        if torch.compiler.is_dynamo_compiling():
+            torch._dynamo.graph_break()
         return call_with_unshard(self, super().__call__, args, kwargs)  # type: ignore[misc]
 
     # ---- gathering by hand -----------------------------------------------------------------
@@ -212,11 +216,11 @@ class YaFSDPModule(FSDPModule):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Resets gradients, also those of parameters that are gathered by hand just now."""
+        """Resets gradients, and those of microbatches without communication."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
         for unit in self._ya_managed(True):
-            if unit.switched:
-                for group in unit.groups:
+            for group in unit.groups:
+                if unit.switched or group.grads.accumulator is not None:
                     group.zero_grad(set_to_none)
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -278,6 +282,13 @@ def call_with_unshard(
         schedule.post_forward(unit, False)
         raise
     return hooks.post_forward(schedule, unit, args, kwargs, output)
+
+
+# Compiled code begins and ends at a unit: gathers and hooks belong to no graph.
+_torch.hide_from_dynamo(YaFSDPModule.__call__, with_callees=False)
+_torch.hide_from_dynamo(call_with_unshard, with_callees=False)
+for _function in (hooks.pre_forward, hooks.post_forward, schedule_of, Schedule.post_forward):
+    _torch.hide_from_dynamo(_function, with_callees=True)
 
 
 class _ForwardBrackets:

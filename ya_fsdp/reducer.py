@@ -42,7 +42,7 @@ class Reducer:
         self._touched: list[Unit] = []
         self._in_flight: list[Tensor] = []
         self._ready_event: Any = None
-        self._flags: dict[int, Tensor] = {}
+        self._flags: dict[tuple[int, int], Tensor] = {}
 
     def size_for(self, units: Sequence[Unit]) -> None:
         """Sets the slots' size to the largest unit's gradients."""
@@ -196,20 +196,22 @@ class Reducer:
     def _exchange(self, units: Sequence[Unit]) -> None:
         """Tells every rank which parameters had a gradient anywhere.
 
-        One small all-reduce per mesh and backward. A rank on which everything was used sends ones
+        One small all-reduce per process group and backward. A rank on which everything was used sends ones
         that lie on the device already and reads nothing back.
         """
-        by_mesh: dict[int, tuple[MeshInfo, list[ParamGroup]]] = {}
+        # Every call with mesh=None makes a mesh of its own, all of them over the same group.
+        by_ranks: dict[tuple[int, int], tuple[MeshInfo, list[ParamGroup]]] = {}
         for unit in units:
             for group in unit.groups:
                 info = group.mesh_info
-                by_mesh.setdefault(id(info.mesh), (info, []))[1].append(group)
-        for key, (info, groups) in by_mesh.items():
+                key = (id(info.shard_group), id(info.replicate_group))
+                by_ranks.setdefault(key, (info, []))[1].append(group)
+        for key, (info, groups) in by_ranks.items():
             if info.shard_size * info.replicate_size == 1:
                 continue
             self._exchange_on(key, info, groups)
 
-    def _exchange_on(self, key: int, info: MeshInfo, groups: list[ParamGroup]) -> None:
+    def _exchange_on(self, key: tuple[int, int], info: MeshInfo, groups: list[ParamGroup]) -> None:
         count = sum(len(g.params) for g in groups)
         complete = not any(g.grads.unresolved for g in groups)
         flags = self._flags.get(key)
