@@ -39,6 +39,21 @@ OPERATORS: dict[Any, Handler] = {}
 """What each aten overload does with ragged tensors, filled by the files of operators."""
 
 
+def _refusal(func: Any, args: tuple[Any, ...]) -> str:
+    """Why an operator can not run, with the name of the parameter if a unit manages it."""
+    text = (
+        f"{func} is not defined for a RaggedShardDTensor. Use .to_local() to work on this rank's "
+        "piece, or .full_tensor() (on every rank) to work on the whole tensor."
+    )
+    names = [n for n in (getattr(a, "_ya_fsdp_fqn", None) for a in args) if n]
+    if not names:
+        return text
+    return (
+        f"parameter '{names[0]}' is sharded: {text} Its module's forward, or module.unshard(), "
+        "puts the whole parameter in its place."
+    )
+
+
 class RaggedShardDTensor(DTENSOR_BASE):  # type: ignore[misc]
     """A tensor of which every rank of one mesh axis owns a contiguous range of elements.
 
@@ -76,10 +91,7 @@ class RaggedShardDTensor(DTENSOR_BASE):  # type: ignore[misc]
             result = decompose(func, args, kwargs or {})
             if result is not NotImplemented:
                 return result
-            raise NotImplementedError(
-                f"{func} is not defined for a RaggedShardDTensor. Use .to_local() to work on this "
-                "rank's piece, or .full_tensor() (on every rank) to work on the whole tensor."
-            )
+            raise NotImplementedError(_refusal(func, args))
         return handler(func, args, kwargs or {})
 
     @classmethod
@@ -242,7 +254,13 @@ class RaggedShardDTensor(DTENSOR_BASE):  # type: ignore[misc]
         return replicated.redistribute(mesh, target)
 
     def data_ptr(self) -> int:
-        """Address of this rank's piece; for an empty piece a number no other tensor has."""
+        """Address of a parameter's piece; for an empty piece a number no other tensor has.
+
+        Helpers that follow parameters through sharding know them by it. Of other tensors it is 0,
+        as of any DTensor: code that copies tensors takes anything else for plain memory.
+        """
+        if not getattr(self, "_is_param", False):
+            return 0
         if self._local_tensor.numel() == 0:
             _give_address(self._local_tensor)
         return self._local_tensor.data_ptr()
@@ -251,6 +269,18 @@ class RaggedShardDTensor(DTENSOR_BASE):  # type: ignore[misc]
         return (
             f"RaggedShardDTensor(local_tensor={self._local_tensor}, shape={tuple(self.shape)}, "
             f"device_mesh={self.device_mesh}, placements={self.placements})"
+        )
+
+    def register_hook(self, hook: Any) -> Any:
+        """Refused, because no backward pass runs through a ragged tensor.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            "a hook registered with register_hook would never run: gradients of sharded "
+            "parameters are assigned, not computed by autograd. Use "
+            "register_post_accumulate_grad_hook, which runs with the reduced .grad."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RaggedShardDTensor:
