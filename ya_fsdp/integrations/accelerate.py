@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -179,16 +180,27 @@ class YaFSDPAccelerator(Accelerator):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """The whole state dict on rank 0, in the dtypes that the model was loaded in."""
         state = super().get_state_dict(model, unwrap=unwrap)
-        known = self.__dict__.get("_ya_fsdp_models", {}).get(id(model))
-        if known is None or state is None:
+        known = self._known(model)
+        if known is None or not state:
             return state
         dtypes = known.loaded_dtypes
         return {n: t.to(dtypes[n]) if n in dtypes else t for n, t in state.items()}
 
+    def loaded_dtype(self, model: nn.Module) -> torch.dtype | None:
+        """The floating-point dtype that a prepared model was loaded in, ``None`` of others."""
+        known = self._known(model)
+        dtypes = known.loaded_dtypes.values() if known is not None else ()
+        return next((dtype for dtype in dtypes if dtype.is_floating_point), None)
+
+    def _known(self, model: nn.Module) -> ShardedModel | None:
+        known = self.__dict__.get("_ya_fsdp_models", {}).get(model)
+        assert known is None or isinstance(known, ShardedModel)
+        return known
+
     def _shard(self, model: nn.Module) -> ShardedModel:
-        known = self.__dict__.setdefault("_ya_fsdp_models", {})
-        if id(model) in known:
-            return known[id(model)]  # type: ignore[no-any-return]
+        known = self.__dict__.setdefault("_ya_fsdp_models", WeakKeyDictionary())
+        if model in known:
+            return known[model]  # type: ignore[no-any-return]
         if isinstance(model, YaFSDPModule):
             return ShardedModel([], {})
         plugin = self.state.fsdp_plugin
@@ -202,7 +214,7 @@ class YaFSDPAccelerator(Accelerator):
             from_rank0=bool(config.cpu_ram_efficient_loading),
         )
         self._compile(model, done)
-        known[id(model)] = done
+        known[model] = done
         return done
 
     def _compile(self, model: nn.Module, done: ShardedModel) -> None:

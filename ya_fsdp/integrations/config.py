@@ -145,13 +145,7 @@ class YaFSDPConfig:
         Raises:
             ValueError: If a key of ours names no field.
         """
-        found: dict[str, Any] = dict(values.get("ya_fsdp") or {})
-        for key, value in values.items():
-            prefix = next((p for p in _PREFIXES if key.startswith(p)), "")
-            name = key[len(prefix) :]
-            if prefix in _PREFIXES[:2] or name in _UNPREFIXED:
-                found[name] = value
-        return cls(**{**_parse(found, "fsdp_config"), **overrides})
+        return cls(**{**_mapping_fields(values), **overrides})
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> YaFSDPConfig:
@@ -175,13 +169,20 @@ class YaFSDPConfig:
         return cls.from_mapping(content.get("fsdp_config") or {}, **overrides)
 
     @classmethod
-    def discover(cls, **overrides: Any) -> YaFSDPConfig:
-        """Reads the YAML of ``accelerate launch``, then the environment, then ``overrides``.
+    def discover(
+        cls, fsdp_config: Mapping[str, Any] | None = None, **overrides: Any
+    ) -> YaFSDPConfig:
+        """Reads the YAML of ``accelerate launch``, the environment, what is given; the last wins.
 
         The YAML is the file named by ``YA_FSDP_CONFIG_FILE``; else the ``--config_file`` of the
         ``accelerate launch`` that started this process, where the system tells (Linux).
+
+        Args:
+            fsdp_config: Keys as in :meth:`from_mapping`.
+            overrides: Fields that win over all else.
         """
-        merged = {**_env_fields(os.environ), **overrides}
+        given = _mapping_fields(fsdp_config or {})
+        merged = {**_env_fields(os.environ), **given, **overrides}
         path = accelerate_config_file()
         return cls(**merged) if path is None else cls.from_accelerate_yaml(path, **merged)
 
@@ -216,6 +217,17 @@ def as_dtype(name: str, value: Any) -> torch.dtype | None:
     if text not in _DTYPES:
         raise ValueError(f"{name} must be one of {', '.join(_DTYPES)}, got {value!r}")
     return _DTYPES[text]
+
+
+def _mapping_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields among the keys of an ``fsdp_config``."""
+    found: dict[str, Any] = dict(values.get("ya_fsdp") or {})
+    for key, value in values.items():
+        prefix = next((p for p in _PREFIXES if key.startswith(p)), "")
+        name = key[len(prefix) :]
+        if prefix in _PREFIXES[:2] or name in _UNPREFIXED:
+            found[name] = value
+    return _parse(found, "fsdp_config")
 
 
 def _env_fields(environ: Mapping[str, str]) -> dict[str, Any]:
