@@ -1,0 +1,372 @@
+"""Mixed precision against references that cast and round by hand."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
+
+from tests.distributed.models import (
+    MLP,
+    assert_same_gradients,
+    full,
+    inputs,
+    leaf,
+    loss,
+    nested,
+    pair,
+    root,
+)
+from tests.harness import WorkerPool
+from ya_fsdp import MixedPrecisionPolicy, fully_shard
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.fixture(params=[2, 3], ids=["2 ranks", "3 ranks"])
+def pool(request: pytest.FixtureRequest) -> WorkerPool:
+    return request.getfixturevalue(f"world{request.param}")
+
+
+def low_gradients(reference: Any, x: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """One rank's gradients of a copy of the reference in another dtype."""
+    low = copy.deepcopy(reference).to(dtype)
+    loss(low, x.to(dtype)).backward()
+    return {name: p.grad for name, p in low.named_parameters()}
+
+
+def set_mean(reference: Any, per_rank: list[dict[str, Tensor]], reduce: torch.dtype) -> None:
+    """The mean over ranks, summed in the reduce dtype, as the reference's gradients."""
+    for name, param in reference.named_parameters():
+        total = torch.zeros_like(param, dtype=reduce)
+        for grads in per_rank:
+            total += grads[name].to(reduce)
+        param.grad = (total / len(per_rank)).to(param.dtype)
+
+
+def low_compute(rank: int, world: int, low: torch.dtype, reduce: torch.dtype | None) -> None:
+    for shard in (leaf, nested, root):
+        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduce)
+        model, reference = pair(MLP, shard, mp_policy=policy)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+        # Three 16-bit numbers have several sums, after which the weights differ too.
+        exact = reduce == FP32 or world == 2
+        for step in range(2 if exact else 1):
+            x = inputs(world, seed=step)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            value = loss(model, x[rank])
+            assert value.dtype == low
+            value.backward()
+            set_mean(reference, [low_gradients(reference, each, low) for each in x], reduce or low)
+            assert_same_gradients(model, reference, atol=1e-6 if exact else 4e-3)
+            for param in model.parameters():
+                assert param.dtype == FP32
+                assert param.grad.dtype == FP32
+            for optimizer in optimizers:
+                optimizer.step()
+
+
+@pytest.mark.parametrize("reduce", [FP32, None], ids=["reduced in fp32", "reduced as computed"])
+@pytest.mark.parametrize("low", [BF16, FP16], ids=["bf16", "fp16"])
+def test_low_precision_compute_gives_the_gradients_of_a_model_cast_by_hand(
+    pool: WorkerPool, low: torch.dtype, reduce: torch.dtype | None
+) -> None:
+    pool.run(low_compute, low, reduce)
+
+
+def accumulate_in_reduce_dtype(rank: int, world: int) -> None:
+    for quiet in (True, False):
+        policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
+        model, reference = pair(MLP, nested, mp_policy=policy)
+        totals = {name: torch.zeros_like(p) for name, p in reference.named_parameters()}
+        for micro in range(4):
+            x = inputs(world, seed=micro)
+            with model.no_sync() if quiet and micro < 3 else nullcontext():
+                loss(model, x[rank]).backward()
+            for each in x:
+                for name, grad in low_gradients(reference, each, BF16).items():
+                    totals[name] += grad.float() / world
+        for name, param in reference.named_parameters():
+            param.grad = totals[name]
+        # Sums in bf16 would be off by a hundred times that.
+        assert_same_gradients(model, reference, atol=2e-6)
+
+
+def test_bf16_microbatches_add_up_in_the_reduce_dtype(pool: WorkerPool) -> None:
+    pool.run(accumulate_in_reduce_dtype)
+
+
+class Probe(nn.Module):
+    """Notes the dtypes it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.seen: list[Any] = []
+
+    def forward(self, x: Tensor, *, mask: Tensor | None = None, ids: Any = None) -> Any:
+        nested = ids["nested"][0] if ids else None
+        self.seen = [
+            x.dtype,
+            None if mask is None else mask.dtype,
+            None if nested is None else nested.dtype,
+            self.linear.weight.dtype,
+        ]
+        y = self.linear(x.to(self.linear.weight.dtype))
+        return {"y": y, "ids": torch.arange(3), "text": "kept"}
+
+
+def casts(rank: int, world: int) -> None:
+    x = torch.randn(2, 6, requires_grad=True)
+    ids = {"nested": [torch.arange(3), "text", None, 3.5]}
+    mask = torch.ones(2, dtype=torch.float64)
+
+    model = fully_shard(Probe(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
+    out = model(x, mask=mask, ids=ids)
+    assert model.seen == [BF16, BF16, torch.int64, BF16]
+    assert out["y"].dtype == BF16 and out["ids"].dtype == torch.int64 and out["text"] == "kept"
+    out["y"].sum().backward()
+    assert x.grad is not None and x.grad.dtype == FP32
+    assert ids["nested"][1:] == ["text", None, 3.5]
+
+    policy = MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=False, output_dtype=FP32)
+    model = fully_shard(Probe(), mp_policy=policy)
+    out = model(x, mask=mask)
+    assert model.seen == [FP32, torch.float64, None, BF16]
+    assert out["y"].dtype == FP32 and out["ids"].dtype == torch.int64
+
+    model = fully_shard(Probe(), mp_policy=MixedPrecisionPolicy(output_dtype=torch.float64))
+    assert model(x)["y"].dtype == torch.float64
+    assert model.seen[0] == FP32
+
+    torchs = fully_shard(Probe(), mp_policy=TorchPolicy(param_dtype=BF16, output_dtype=FP32))
+    assert torchs(x)["y"].dtype == FP32
+    assert torchs.seen[0] == BF16
+
+
+def test_inputs_and_outputs_are_cast_as_the_policy_says(world2: WorkerPool) -> None:
+    world2.run(casts)
+
+
+def per_module(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    model = MLP()
+    reference = copy.deepcopy(model)
+    low = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
+    fully_shard(model.layers[0], mp_policy=low)
+    fully_shard(model.layers[1], mp_policy=MixedPrecisionPolicy(param_dtype=FP32))
+    fully_shard(
+        model.layers[2],
+        mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32, output_dtype=FP32),
+    )
+    fully_shard(model)
+    x = inputs(world)
+
+    def by_hand(x: Tensor) -> Tensor:
+        for index, layer in enumerate(reference.layers):
+            if index == 1:
+                x = layer(x.float())
+                continue
+            cast = {n: p.to(BF16) for n, p in layer.named_parameters()}
+            x = torch.func.functional_call(layer, cast, (x.to(BF16),))
+        return reference.head(x.float())
+
+    for each in x:
+        (by_hand(each).pow(2).mean() / world).backward()
+    loss(model, x[rank]).backward()
+    # The reference divides before bf16 rounds, the model after it.
+    assert_same_gradients(model, reference, atol=1e-6 if world == 2 else 4e-3)
+
+
+def test_every_module_follows_its_own_policy(pool: WorkerPool) -> None:
+    pool.run(per_module)
+
+
+class Norms(nn.Module):
+    """fp32 inputs, an integer buffer and a frozen integer weight under a bf16 policy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.bytes = nn.Parameter(torch.arange(6, dtype=torch.uint8), requires_grad=False)
+        self.wide = nn.Parameter(torch.ones(6, dtype=torch.float64), requires_grad=False)
+        self.register_buffer("scale", torch.ones(6) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.bytes.dtype == torch.uint8
+        assert self.wide.dtype == BF16
+        assert self.scale.dtype == FP32
+        return self.linear(x) * self.scale + self.bytes + self.wide
+
+
+def others_keep_their_dtype(rank: int, world: int) -> None:
+    model = fully_shard(Norms(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
+    model(torch.randn(2, 6)).sum().backward()
+    assert torch.equal(full(model.bytes.detach()), torch.arange(6, dtype=torch.uint8))
+    assert model.wide.dtype == torch.float64
+
+
+def test_integers_and_buffers_keep_their_dtype(world2: WorkerPool) -> None:
+    world2.run(others_keep_their_dtype)
+
+
+def changed_weights(rank: int, world: int) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
+    for shard in (leaf, nested, root):
+        for options in ({}, {"reshard_after_forward": False}):
+            model, reference = pair(MLP, shard, mp_policy=policy, **options)
+            optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, reference)]
+            x = inputs(world)
+
+            def same(model: Any = model, reference: Any = reference, x: Tensor = x) -> None:
+                low = copy.deepcopy(reference).to(BF16)
+                with torch.no_grad():
+                    assert torch.equal(model(x[rank]), low(x[rank].to(BF16)))
+
+            same()
+            with torch.no_grad():
+                for each in (model, reference):
+                    each.head.weight.zero_()
+            same()
+            other = MLP().state_dict()
+            for each in (model, reference):
+                each.load_state_dict(other if each is reference else _like(other, model))
+            same()
+            with torch.no_grad():
+                for param, value in zip(model.parameters(), MLP().parameters(), strict=True):
+                    param.copy_(value)
+                torch.manual_seed(5)
+            _copy(reference, model)
+            same()
+            loss(model, x[rank]).backward()
+            set_mean(reference, [low_gradients(reference, each, BF16) for each in x], FP32)
+            same()
+            for optimizer in optimizers:
+                optimizer.step()
+            _copy(reference, model)
+            same()
+
+
+def _like(plain: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
+    """The plain state dict in the form of the sharded model's."""
+    state = {}
+    for name, value in model.state_dict().items():
+        state[name] = value.clone()
+        state[name].copy_(plain[name])
+    return state
+
+
+def _copy(reference: Any, model: Any) -> None:
+    with torch.no_grad():
+        for param, value in zip(reference.parameters(), model.parameters(), strict=True):
+            param.copy_(full(value.detach()))
+
+
+def test_weights_changed_between_two_forwards_are_what_the_second_computes_with(
+    pool: WorkerPool,
+) -> None:
+    pool.run(changed_weights)
+
+
+def load_before_backward(rank: int, world: int) -> None:
+    model, reference = pair(MLP, nested)
+    x = inputs(world)
+    model(x[rank])
+    other = MLP()
+    model.load_state_dict(_like(other.state_dict(), model))
+    with torch.no_grad():
+        torch.testing.assert_close(model(x[rank]), other(x[rank]))
+    loss(model, x[rank]).backward()
+    for each in x:
+        (loss(other, each) / world).backward()
+    assert_same_gradients(model, other)
+
+
+def test_a_state_dict_loaded_before_the_backward_is_used_afterwards(world2: WorkerPool) -> None:
+    world2.run(load_before_backward)
+
+
+def checkpoint_dtype(rank: int, world: int) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=BF16, output_dtype=BF16)
+    model, reference = pair(MLP, leaf, mp_policy=policy)
+    with torch.no_grad():
+        model(inputs(world)[rank])
+    for name, value in model.state_dict().items():
+        assert value.dtype == FP32
+        assert torch.equal(full(value), reference.state_dict()[name])
+
+
+def test_state_dicts_hold_the_masters_bit_by_bit(world2: WorkerPool) -> None:
+    world2.run(checkpoint_dtype)
+
+
+def conversions(rank: int, world: int) -> None:
+    for shard in (leaf, nested, root):
+        model, reference = pair(MLP, shard)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+        kept = list(model.parameters())
+        x = inputs(world)
+        for dtype in (torch.float64, FP32, torch.float64, BF16):
+            for each in (model, reference):
+                each.to(dtype)
+                each.zero_grad()
+            assert all(a is b for a, b in zip(kept, model.parameters(), strict=True))
+            assert all(p.dtype == dtype for p in model.parameters())
+            loss(model, x[rank].to(dtype)).backward()
+            per_rank = [low_gradients(reference, each, dtype) for each in x]
+            set_mean(reference, per_rank, dtype)
+            exact = dtype != BF16 or world == 2
+            assert_same_gradients(model, reference, atol=1e-6 if exact else 1e-2)
+            assert all(p.grad.dtype == dtype for p in model.parameters())
+            for optimizer in optimizers:
+                optimizer.step()
+        model, reference = pair(MLP, shard)
+        loss(model, x[rank]).backward()
+        set_mean(reference, [low_gradients(reference, each, FP32) for each in x], FP32)
+        model.double()
+        reference.double()
+        assert_same_gradients(model, reference)
+
+
+def test_a_sharded_model_converted_to_another_dtype_trains_on(pool: WorkerPool) -> None:
+    pool.run(conversions)
+
+
+def convert_between_microbatches(rank: int, world: int) -> None:
+    model, reference = pair(MLP, nested)
+    x = inputs(world)
+    with model.no_sync():
+        loss(model, x[rank]).backward()
+    per_rank = [low_gradients(reference, each, FP32) for each in x]
+    set_mean(reference, per_rank, FP32)
+    model.double()
+    first = {n: p.grad.double() for n, p in reference.named_parameters()}
+    reference.double()
+    loss(model, x[rank].double()).backward()
+    set_mean(reference, [low_gradients(reference, each, torch.float64) for each in x], FP32)
+    for name, param in reference.named_parameters():
+        param.grad += first[name]
+    assert_same_gradients(model, reference)
+
+
+def test_quiet_microbatches_survive_a_conversion(world2: WorkerPool) -> None:
+    world2.run(convert_between_microbatches)
+
+
+def unsupported(rank: int, world: int) -> None:
+    with pytest.raises(NotImplementedError, match="bit32_acc_for_bit16_reduce_scatter"):
+        MixedPrecisionPolicy(reduce_dtype=BF16, bit32_acc_for_bit16_reduce_scatter=True)
+    with pytest.raises(ValueError, match="floating-point"):
+        MixedPrecisionPolicy(param_dtype=torch.int8)
+    with pytest.raises(TypeError, match="mp_policy"):
+        fully_shard(nn.Linear(2, 2), mp_policy=BF16)  # type: ignore[arg-type]
+
+
+def test_policies_that_can_not_be_followed_are_refused(world2: WorkerPool) -> None:
+    world2.run(unsupported)
