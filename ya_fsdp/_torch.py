@@ -90,6 +90,17 @@ def set_stream(stream: Any) -> None:
         torch.get_device_module(stream.device).set_stream(stream)
 
 
+def hide_from_dynamo(function: Any, *, with_callees: bool) -> None:
+    """Keeps torch.compile from tracing a function (and what it calls, for as long as it runs).
+
+    The public ``torch.compiler.disable`` imports dynamo and wraps every eager call (2 us).
+    """
+    frames = torch._C._dynamo.eval_frame
+    callees = frames._FrameAction.SKIP if with_callees else frames._FrameAction.DEFAULT
+    strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, callees)
+    frames.set_code_exec_strategy(function.__code__, strategy)
+
+
 def current_graph_task() -> int:
     """Number of the backward pass this thread is in, -1 outside; no public name exists."""
     return int(torch._C._current_graph_task_id())
