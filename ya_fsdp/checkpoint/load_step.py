@@ -63,8 +63,7 @@ def load_step(
             process_group=peers.group,
             no_dist=peers.size == 1,
         )
-        objects = {n: v for n, v in targets["model"].items() if not isinstance(v, Tensor)}
-        set_extra_state(model, objects)
+        set_extra_state(model, {n: v for n, v in targets["model"].items() if n in own.others})
         if optimizer is not None:
             named = {"state": targets["optimizer"]["state"], "param_groups": side["param_groups"]}
             set_named(model, optimizer, named)
@@ -76,22 +75,45 @@ def _paths(metadata: Metadata) -> dict[str, tuple[Any, ...]]:
     return metadata.planner_data or {name: (name,) for name in metadata.state_dict_metadata}
 
 
-def _shape(metadata: Metadata, name: str) -> tuple[int, ...] | None:
+def _empty(metadata: Metadata, name: str) -> Tensor | None:
+    """Something to read an entry into: a tensor without values, or ``None`` for other objects."""
     entry = metadata.state_dict_metadata[name]
-    return tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
+    if isinstance(entry, TensorStorageMetadata):
+        return torch.empty(entry.size, dtype=entry.properties.dtype)
+    return None
+
+
+def _nested(leaves: dict[tuple[Any, ...], Any]) -> Any:
+    """Containers with the leaves at their paths; what is numbered becomes a list."""
+    if set(leaves) == {()}:
+        return leaves[()]
+    parts: dict[Any, dict[tuple[Any, ...], Any]] = {}
+    for path, leaf in leaves.items():
+        parts.setdefault(path[0], {})[path[1:]] = leaf
+    if all(isinstance(key, int) for key in parts):
+        return [_nested(parts[index]) for index in sorted(parts)]
+    return {key: _nested(part) for key, part in parts.items()}
 
 
 def _model_targets(
     model: nn.Module, own: ModelState, metadata: Metadata, strict: bool
 ) -> dict[str, Any]:
     """The model's own tensors, to be read into, under names that the checkpoint has."""
-    saved = {
-        ".".join(map(str, path[1:])): _shape(metadata, name)
-        for name, path in _paths(metadata).items()
-        if path[0] == "model"
-    }
+    leaves: dict[str, dict[tuple[Any, ...], str]] = {}
+    for flat, path in _paths(metadata).items():
+        if path[0] == "model":
+            leaves.setdefault(path[1], {})[path[2:]] = flat
+    saved: dict[str, tuple[int, ...] | None] = dict.fromkeys(leaves)
+    for name, parts in leaves.items():
+        entry = metadata.state_dict_metadata[parts[()]] if () in parts else None
+        if isinstance(entry, TensorStorageMetadata):
+            saved[name] = tuple(entry.size)
     compare(model, own, saved, strict)
-    targets: dict[str, Any] = {name: None for name in own.others if name in saved}
+    targets: dict[str, Any] = {
+        name: _nested({path: _empty(metadata, flat) for path, flat in leaves[name].items()})
+        for name in own.others
+        if name in saved
+    }
     for entry in own.entries:
         name = next((name for name in entry.names if name in saved), None)
         if name is not None:
