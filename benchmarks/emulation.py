@@ -97,6 +97,8 @@ _current: _World = _World(Network(), Traffic())
 class EmulatedGroup(dist.ProcessGroup):
     """A process group of `size` ranks in which this process is rank 0 and nobody else exists."""
 
+    supports_avg = True  # as NCCL does; what it computes is only this rank's part anyway
+
     def __init__(self, rank: int, size: int, ranks: Sequence[int]) -> None:
         super().__init__(rank, size)
         if rank:

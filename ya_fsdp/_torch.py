@@ -78,16 +78,29 @@ def current_stream_id(device: torch.device) -> int:
     return int(torch.get_device_module(device).current_stream(device).stream_id)
 
 
-def set_stream(stream: Any) -> None:
-    """Makes a stream current; the public context manager costs four times as much."""
-    if isinstance(stream, torch.cuda.Stream):
-        torch._C._cuda_setStream(
-            stream_id=stream.stream_id,
-            device_index=stream.device_index,
-            device_type=stream.device_type,
-        )
-    else:
-        torch.get_device_module(stream.device).set_stream(stream)
+StreamKey = tuple[int, int, int]
+
+
+def stream_key(stream: Any) -> StreamKey:
+    """What torch identifies a stream by: id, device index and device type."""
+    return (stream.stream_id, stream.device_index, stream.device_type)
+
+
+def set_stream(key: StreamKey | None) -> None:
+    """Makes a CUDA stream current; the public context manager costs four times as much."""
+    if key is not None:
+        torch._C._cuda_setStream(stream_id=key[0], device_index=key[1], device_type=key[2])
+
+
+def hide_from_dynamo(function: Any, *, with_callees: bool) -> None:
+    """Keeps torch.compile from tracing a function (and what it calls, for as long as it runs).
+
+    The public ``torch.compiler.disable`` imports dynamo and wraps every eager call (2 us).
+    """
+    frames = torch._C._dynamo.eval_frame
+    callees = frames._FrameAction.SKIP if with_callees else frames._FrameAction.DEFAULT
+    strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, callees)
+    frames.set_code_exec_strategy(function.__code__, strategy)
 
 
 def hide_from_dynamo(function: Any, *, with_callees: bool) -> None:

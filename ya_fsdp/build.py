@@ -245,6 +245,7 @@ def _name_params(root: nn.Module) -> None:
         for group in state.unit.groups:
             for param in group.params:
                 param.fqn = names.get(id(param.sharded), param.fqn)
+                param.sharded._ya_fsdp_fqn = param.fqn  # type: ignore[attr-defined]
 
 
 def _check_materialised(units: Iterable[Unit]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +40,7 @@ class ReduceInput:
     flat: Tensor
     views: list[Tensor]
     padding: list[Tensor]
+    padding_is_zero: bool = False
 
 
 @dataclass
@@ -53,6 +55,7 @@ class GroupGradients:
         fused: Whether backward products write gradients into ``target`` themselves.
         target: Where they write during this backward, ``None`` outside one.
         adds: Whether ``target`` holds earlier microbatches, so that every write has to add.
+        taken: Gradients moved off the unsharded parameters and not reduced yet.
         written: Parameters whose gradient lies in ``target`` already.
     """
 
@@ -67,6 +70,7 @@ class GroupGradients:
     fused: bool = False
     target: ReduceInput | None = None
     adds: bool = False
+    taken: list[Tensor | None] | None = None
     written: set[int] = field(default_factory=set)
     _done: set[int] = field(default_factory=set)
     _watched: dict[int, Any] = field(default_factory=dict)
@@ -79,12 +83,17 @@ class GroupGradients:
     # ---- what autograd left ------------------------------------------------------------------
 
     def present(self) -> bool:
-        """Whether any unsharded parameter has a gradient, now or in the accumulator."""
-        return (
-            self.accumulator is not None
-            or bool(self.written)
-            or any(p.grad is not None for p in self.unsharded)
-        )
+        """Whether there is any gradient to reduce; after :meth:`take`."""
+        if self.accumulator is not None or self.written:
+            return True
+        return self.taken is not None and any([g is not None for g in self.taken])
+
+    def take(self) -> None:
+        """Moves autograd's gradients off the unsharded parameters."""
+        if self.taken is None:
+            self.taken = [p.grad for p in self.unsharded]
+            for p in self.unsharded:
+                p.grad = None
 
     @property
     def trainable(self) -> bool:
@@ -102,10 +111,26 @@ class GroupGradients:
             and _torch.will_execute(self.params[i].accumulate_node())
         ]
 
+    def left_behind(self) -> bool:
+        """Whether gradients lie here that no backward pass of ours has seen."""
+        return any(p.grad is not None for p in self.unsharded)
+
+    def watch_arrivals(self, arrived: Callable[[nn.Parameter], None], *, all_of_them: bool) -> None:
+        """Calls ``arrived`` when autograd has added to one or every trainable parameter's grad."""
+        for p in self.unsharded:
+            if p.requires_grad:
+                if not hasattr(p, "_ya_fsdp_watched"):
+                    p.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+                    p._ya_fsdp_watched = True  # type: ignore[attr-defined]
+                if not all_of_them:
+                    return
+
     def drop(self) -> None:
         """Forgets gradients that were never reduced (after an exception)."""
-        for p in self.unsharded:
-            p.grad = None
+        with _torch.without_torch_function():
+            for p in self.unsharded:
+                p.grad = None
+        self.taken = None
         self.accumulator = None
         self.close()
         self._used.clear()
@@ -143,8 +168,7 @@ class GroupGradients:
         if targets:
             wide = [g.to(self.dtypes.reduce) for g in grads]
             _torch.foreach_add_(targets, wide)
-        for p in self.unsharded:
-            p.grad = None
+        self.taken = None
         self.close()
 
     def start_accumulator(self, device: torch.device) -> Tensor:
@@ -166,38 +190,36 @@ class GroupGradients:
 
     def collect(self, target: ReduceInput) -> None:
         """Moves this backward's gradients into a gradient slot; parameters without one give 0."""
-        if target.padding:
+        if target.padding and not target.padding_is_zero:
             _torch.foreach_zero_(target.padding)
+            target.padding_is_zero = True
+        if self.written and self.taken is not None:
+            for i in self.written:  # a weight that is used elsewhere too
+                grad = self.taken[i]
+                if grad is not None:
+                    self.taken[i] = grad.to(target.views[i].dtype) + target.views[i]
         targets, grads = self._pairs(target.views)
         if len(grads) < len(target.views):
-            both = zip(target.views, self.unsharded, strict=True)
             missing = [
-                view for i, (view, p) in enumerate(both) if p.grad is None and i not in self.written
+                view
+                for i, (view, grad) in enumerate(zip(target.views, self.taken or [], strict=True))
+                if grad is None and i not in self.written
             ]
             if missing:
                 _torch.foreach_zero_(missing)
-        if self.written:
-            for i, p in enumerate(self.unsharded):  # a weight that is used elsewhere too
-                if p.grad is not None and i in self.written:
-                    p.grad = p.grad.to(target.views[i].dtype) + target.views[i]
-            targets, grads = self._pairs(target.views)
         if targets:
             _torch.foreach_copy_(targets, grads)
-        for p in self.unsharded:
-            p.grad = None
+        self.taken = None
         self.close()
 
     def _pairs(self, views: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Views and gradients of the parameters that have one; remembers which they were."""
-        targets: list[Tensor] = []
-        grads: list[Tensor] = []
-        for index, p in enumerate(self.unsharded):
-            grad = p.grad
-            if grad is not None:
-                targets.append(views[index])
-                grads.append(grad)
-                self._used.add(index)
-        return targets, grads
+        taken = self.taken or []
+        present = [i for i, grad in enumerate(taken) if grad is not None]
+        self._used.update(present)
+        if len(present) == len(views):
+            return views, taken  # type: ignore[return-value]
+        return [views[i] for i in present], [taken[i] for i in present]  # type: ignore[misc]
 
     # ---- reduction, on the communication stream ------------------------------------------------
 

@@ -10,7 +10,7 @@ from .collectives import Collectives
 from .gradients import GroupGradients
 from .layout import ShardLayout
 from .mesh import MeshInfo
-from .param import OWN_ATTRIBUTES, ShardedParam
+from .param import OWN_ATTRIBUTES, ReleasedParameter, ShardedParam
 from .precision import MixedPrecisionPolicy, ResolvedDtypes, resolve
 from .ragged import RaggedShardDTensor, make_placement, new_ragged
 
@@ -199,13 +199,32 @@ class ParamGroup:
         if self._versions is not None:
             _torch.set_version_counters(self._unsharded, self._versions)
             self._versions = None
-        for param in self.params:
-            param.to_unsharded()
+        for unsharded, param in zip(self._unsharded, self.params, strict=True):
+            unsharded.__class__ = nn.Parameter
+            requires_grad = param.sharded.requires_grad
+            if unsharded.requires_grad is not requires_grad:
+                unsharded.requires_grad_(requires_grad)
+            for table, name in param.sites:
+                table[name] = unsharded
 
-    def to_sharded(self) -> None:
+    def to_sharded(self, may_have_changed: bool) -> None:
         """Registers the sharded parameters with their modules."""
+        for unsharded, param in zip(self._unsharded, self.params, strict=True):
+            sharded = param.sharded
+            if may_have_changed and unsharded.requires_grad is not sharded.requires_grad:
+                sharded.requires_grad_(unsharded.requires_grad)
+            unsharded.__class__ = ReleasedParameter
+            for table, name in param.sites:
+                table[name] = sharded
+
+    def replaced(self) -> bool:
+        """Whether a module holds another object than our sharded parameter."""
         for param in self.params:
-            param.to_sharded()
+            sharded = param.sharded
+            for table, name in param.sites:
+                if table.get(name) is not sharded:
+                    return True
+        return False
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Resets what modules do not show: sharded gradients while unsharded, the accumulator."""

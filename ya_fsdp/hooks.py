@@ -39,6 +39,8 @@ def post_forward(
         needs_backward = watch_outputs(schedule, unit, output)
         if needs_backward:
             watch_inputs(schedule, unit, args, kwargs)
+        else:
+            schedule.watch_gradients(unit)  # a loss may reach them by a tensor that was kept
     schedule.post_forward(unit, needs_backward)
     if unit.policy.output_dtype is not None:
         output = map_tensors(output, cast_floats(unit.policy.output_dtype))

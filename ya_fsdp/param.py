@@ -201,27 +201,6 @@ class ShardedParam:
                 return
             self.unsharded.__class__ = ReleasedParameter
 
-    def to_unsharded(self) -> None:
-        """Registers the unsharded parameter with every module."""
-        unsharded, sharded = self.unsharded, self.sharded
-        assert unsharded is not None, f"'{self.fqn}' has no slot"
-        unsharded.__class__ = nn.Parameter
-        if unsharded.requires_grad is not sharded.requires_grad:
-            unsharded.requires_grad_(sharded.requires_grad)
-        for table, name in self.sites:
-            table[name] = unsharded
-
-    def to_sharded(self) -> None:
-        """Registers the sharded parameter with every module."""
-        unsharded, sharded = self.unsharded, self.sharded
-        if unsharded is not None:
-            unsharded.__class__ = nn.Parameter
-            if unsharded.requires_grad is not sharded.requires_grad:
-                sharded.requires_grad_(unsharded.requires_grad)
-            unsharded.__class__ = ReleasedParameter
-        for table, name in self.sites:
-            table[name] = sharded
-
     @property
     def registered(self) -> nn.Parameter | None:
         """Whatever the first module that owns the parameter holds now."""

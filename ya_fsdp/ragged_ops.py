@@ -85,7 +85,8 @@ def check_same_placement(func: Any, first: RaggedShardDTensor, other: RaggedShar
     a, b = first._spec, other._spec
     if a is b:
         return
-    if a.placements != b.placements or first.shape != other.shape or a.mesh != b.mesh:
+    same_mesh = a.mesh is b.mesh or a.mesh == b.mesh
+    if not same_mesh or a.placements != b.placements or a.tensor_meta[0] != b.tensor_meta[0]:
         raise ValueError(
             f"{func} needs tensors that are cut alike, got shape {tuple(first.shape)} with "
             f"{a.placements} and shape {tuple(other.shape)} with {b.placements}. Redistribute "

@@ -70,10 +70,14 @@ class Reducer:
 
     def reduce(self, unit: Unit) -> None:
         """Reduces (or, without communication, accumulates) whatever gradients a unit has."""
+        for group in unit.groups:
+            group.grads.take()
         present = [g for g in unit.groups if g.grads.present()]
         if not present or not unit.sync_gradients:
             self._close(unit)
         if not present:
+            for group in unit.groups:
+                group.grads.taken = None
             return
         if not unit.sync_gradients:
             for group in present:
@@ -82,7 +86,7 @@ class Reducer:
             return
         # Another rank may have gradients in a group that got none here, so all of them go out.
         groups = [g for g in unit.groups if g in present or g.grads.trainable]
-        slot = self._open.pop(unit, None) or self._take_slot(groups[0])
+        slot = self._open.pop(unit, None) or self._take_slot(groups[0], unit)
         inputs: list[Tensor] = []
         fresh: list[bool] = []
         for group, offset in zip(unit.groups, offsets(unit), strict=True):
@@ -123,7 +127,7 @@ class Reducer:
                 grads.open(grads.cut(grads.start_accumulator(group.device)), adds=True)
                 continue
             if slot is None:
-                slot = self._take_slot(group)
+                slot = self._take_slot(group, unit)
                 slot.holder = unit
                 self._open[unit] = slot
             grads.open(self._target(group, slot, offset), adds=False)
@@ -153,7 +157,7 @@ class Reducer:
             group.grads.collect(target)
             return target.flat
 
-    def _take_slot(self, group: ParamGroup) -> Slot:
+    def _take_slot(self, group: ParamGroup, unit: Unit) -> Slot:
         free = [s for s in self.slots if s.holder is None]
         if len(self.slots) < self.num_buffers or not free:
             slot = Slot(self._slot_bytes, lambda n: self.collectives.allocate(n, group.device))
@@ -163,7 +167,12 @@ class Reducer:
             # The least recently used one comes first in the list.
             self.slots.remove(slot)
             self.slots.append(slot)
-        slot.alloc_storage()
+        if not slot.resident or slot.content != unit.kind:
+            # Padding stays zero while units of one kind follow each other.
+            slot.alloc_storage()
+            slot.content = unit.kind
+            for target in slot.views.values():
+                target.padding_is_zero = False
         self.streams.compute_waits(slot.free_event)
         return slot
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch
+from torch import nn
+
 from . import _torch
 from .buffers import Slot
 from .collectives import Collectives
@@ -109,9 +112,9 @@ class Schedule:
             unit.gather_pending = False
         unit.to_unsharded()
 
-    def release(self, unit: Unit) -> None:
+    def release(self, unit: Unit, may_have_changed: bool = True) -> None:
         """Modules hold the sharded parameters again; the slot is free once compute has passed."""
-        unit.to_sharded()
+        unit.to_sharded(may_have_changed)
         slot = unit.slot
         if slot is not None and slot.holder is unit:
             if unit.gather_pending:  # never used: later gathers are ordered on the same stream
@@ -135,6 +138,7 @@ class Schedule:
         for unit in self.units:
             for group in unit.groups:
                 group.grads.release_unused()
+        self._check_left_behind()
         self.pool.refresh(self.units, self.order)
         if self.post_optim_event is not None:
             self.streams.comm_waits(self.post_optim_event)
@@ -144,6 +148,23 @@ class Schedule:
         for slot in self.pool.slots:
             slot.free_event = None
 
+    def _check_left_behind(self) -> None:
+        with _torch.without_torch_function():
+            for unit in self.units:
+                for group in unit.groups:
+                    if group.grads.left_behind():
+                        self._refuse_left_behind(unit)
+
+    def _refuse_left_behind(self, unit: Unit) -> None:
+        for each in self.units:
+            for group in each.groups:
+                group.grads.drop()
+        raise RuntimeError(
+            f"a backward pass reached parameters of unit '{unit.fqn}' but no output of any unit, "
+            "so their gradients were not reduced and the last step went without them. Return the "
+            "tensors from which the loss is made from the module's forward."
+        )
+
     def _keeps_recording(self) -> bool:
         """Units without a common root go on recording until their backward has run."""
         limit = 4 * len(self.units)
@@ -152,7 +173,7 @@ class Schedule:
     def recover(self) -> None:
         """Returns every unit to idle: an exception may have ended a forward or a backward."""
         if self._active or self._callback is not None:
-            for unit in self._active:
+            for unit in self.units:
                 for group in unit.groups:
                     group.grads.drop()
             self._active.clear()
@@ -195,6 +216,9 @@ class Schedule:
         if needs_backward:
             unit.pending_backward += 1
             unit.forward_stamp = self.stamp
+            if not unit.guarded:
+                unit.guarded = True
+                self.watch_gradients(unit, all_of_them=False)
             if _torch.current_graph_task() == -1:
                 unit.backward_position = len(self.finished)
                 self.finished.append(unit)
@@ -249,9 +273,27 @@ class Schedule:
         if unit.unshard_in_backward or unit.switched:
             self.launch_gather(unit, unit.forward_stamp)
             self.finish_gather(unit)
+            if torch.is_grad_enabled():  # create_graph: a second backward may pass outputs by
+                self.watch_gradients(unit)
         if unit.fused:
             self.reducer.open(unit)
         self._prefetch_backward(unit)
+
+    def watch_gradients(self, unit: Unit, *, all_of_them: bool = True) -> None:
+        """Joins a backward pass that reaches a unit's parameters and none of its outputs.
+
+        Costs a call per parameter and backward (1 us), so all of them are watched only where such
+        a pass is likely, one per group elsewhere.
+        """
+        reference = weakref.ref(self)
+
+        def gradient_arrived(_: nn.Parameter) -> None:
+            schedule = reference()
+            if schedule is not None:
+                schedule._join_backward_pass()
+
+        for group in unit.groups:
+            group.grads.watch_arrivals(gradient_arrived, all_of_them=all_of_them)
 
     def _prefetch_backward(self, unit: Unit) -> None:
         """Gathers what follows ``unit`` in backward, as far as there are free slots."""
@@ -315,10 +357,13 @@ class Schedule:
         for unit in self._active[::-1]:
             self.end_backward(unit)
         for unit in self.units:
-            if unit.pending_backward or unit in self.reducer.accumulating:
-                self.reducer.reduce(unit)
-                if self.is_last_backward:
-                    unit.pending_backward = 0
+            with _torch.without_torch_function():
+                # Gradients may have come without one at the unit's outputs.
+                for group in unit.groups:
+                    group.grads.take()
+            self.reducer.reduce(unit)
+            if self.is_last_backward:
+                unit.pending_backward = 0
             self._drop_unused_prefetch(unit)
         self.reducer.finish(self.units)
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from . import _torch
+from ._torch import StreamKey
 
 
 class _OnComm:
@@ -19,13 +20,14 @@ class _OnComm:
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        self._previous: Any = None
+        self._previous: StreamKey | None = None
 
     def __enter__(self) -> None:
         streams = self._streams
         if streams.asynchronous:
-            self._previous = streams.compute
-            _torch.set_stream(streams.comm)
+            streams.compute  # noqa: B018  (notices a change of the current stream)
+            self._previous = streams.compute_key
+            _torch.set_stream(streams.comm_key)
 
     def __exit__(self, *_: object) -> Literal[False]:
         if self._streams.asynchronous:
@@ -43,10 +45,13 @@ class Streams:
         self._module: Any = None
         self._compute: Any = None
         self._compute_id = -1
+        self.comm_key: StreamKey | None = None
+        self.compute_key: StreamKey | None = None
         self._on_comm = _OnComm(self)
         if self.asynchronous:
             self._module = torch.get_device_module(device)
             self.comm = self._module.Stream(device=device, priority=-1)
+            self.comm_key = _torch.stream_key(self.comm)
 
     @property
     def compute(self) -> Any:
@@ -55,6 +60,7 @@ class Streams:
         if current != self._compute_id:
             self._compute = self._module.current_stream(self.device)
             self._compute_id = current
+            self.compute_key = _torch.stream_key(self._compute)
         return self._compute
 
     def new_event(self) -> Any:

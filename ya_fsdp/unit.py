@@ -43,6 +43,7 @@ class Unit:
     Attributes:
         fqn: Name for messages.
         groups: Homogeneous groups; their collectives are issued together.
+        kind: Layouts and dtypes; units of one kind have their padding in the same places.
         slot: The gather slot this unit's parameters are views of; fixed while a backward is due.
         phase: See :class:`Phase`.
         held: Whether the user asked for the parameters with ``unshard()``.
@@ -54,6 +55,7 @@ class Unit:
     ) -> None:
         self.fqn = fqn
         self.groups = tuple(groups)
+        self.kind = tuple((g.layout, g.dtypes) for g in self.groups)
         self.policy = policy
         self.slot: Slot | None = None
         self.phase = Phase.IDLE
@@ -63,6 +65,7 @@ class Unit:
         self.calls = 0
         self.position = 0
         self.backward_position = 0
+        self.guarded = False
         self.depth = 0
         self.fused = False
         self.index = 0
@@ -114,6 +117,7 @@ class Unit:
         if self.slot is not None and self.slot.content is self:
             self.slot.content = None
         self.slot = slot
+        self.guarded = False  # parameters may be other objects from here on
         offset = 0
         for group in self.groups:
             group.bind(slot.view(offset, group.layout.total_numel, group.dtypes.gather))
@@ -126,11 +130,15 @@ class Unit:
                 group.to_unsharded()
             self.switched = True
 
-    def to_sharded(self) -> None:
-        """Modules hold the sharded parameters from here on."""
+    def to_sharded(self, may_have_changed: bool = True) -> None:
+        """Modules hold the sharded parameters from here on.
+
+        Args:
+            may_have_changed: Whether user code may have set ``requires_grad`` meanwhile.
+        """
         if self.switched:
             for group in self.groups:
-                group.to_sharded()
+                group.to_sharded(may_have_changed)
             self.switched = False
 
     def mark_stale(self) -> None:
@@ -141,8 +149,5 @@ class Unit:
     def readopt_if_replaced(self) -> None:
         """Notices parameters that user code put into a module since the last gather."""
         for group in self.groups:
-            for param in group.params:
-                for table, name in param.sites:
-                    if table.get(name) is not param.sharded:
-                        group.readopt()
-                        break
+            if group.replaced():
+                group.readopt()

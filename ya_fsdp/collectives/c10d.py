@@ -36,5 +36,7 @@ class C10dCollectives:
         dist.all_reduce(tensor, _OPS[op], group=group)
 
     def supports_average(self, group: dist.ProcessGroup, dtype: torch.dtype) -> bool:
-        """NCCL averages exactly; gloo has no average."""
-        return "nccl" in group.name().lower() and dtype.is_floating_point
+        """NCCL averages exactly; gloo has no average. A group may say so in ``supports_avg``."""
+        if not dtype.is_floating_point:
+            return False
+        return bool(getattr(group, "supports_avg", "nccl" in group.name().lower()))
