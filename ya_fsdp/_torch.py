@@ -103,17 +103,6 @@ def hide_from_dynamo(function: Any, *, with_callees: bool) -> None:
     frames.set_code_exec_strategy(function.__code__, strategy)
 
 
-def hide_from_dynamo(function: Any, *, with_callees: bool) -> None:
-    """Keeps torch.compile from tracing a function (and what it calls, for as long as it runs).
-
-    The public ``torch.compiler.disable`` imports dynamo and wraps every eager call (2 us).
-    """
-    frames = torch._C._dynamo.eval_frame
-    callees = frames._FrameAction.SKIP if with_callees else frames._FrameAction.DEFAULT
-    strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, callees)
-    frames.set_code_exec_strategy(function.__code__, strategy)
-
-
 def current_graph_task() -> int:
     """Number of the backward pass this thread is in, -1 outside; no public name exists."""
     return int(torch._C._current_graph_task_id())
@@ -139,6 +128,11 @@ def versions_of(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
     """Autograd's version counters; ``_version`` has no public name."""
     with without_torch_function():
         return tuple([t._version for t in tensors])
+
+
+def version_of(tensor: Tensor) -> int:
+    """One plain tensor's version counter; inference tensors, which have none, are never asked."""
+    return tensor._version
 
 
 def bump_version_counters(tensors: tuple[Tensor, ...]) -> None:

@@ -49,22 +49,50 @@ def post_forward(
 
 def watch_outputs(schedule: Schedule, unit: Unit, output: Any) -> bool:
     """Calls ``pre_backward`` when the gradient reaches any output; returns whether it can."""
-
-    def gradient_arrives(_: Any) -> None:
-        schedule.pre_backward(unit)
-
     found = False
     outputs = (output,) if type(output) is Tensor else tensors_in(output)
     for tensor in outputs:
         if tensor.requires_grad:
             found = True
-            _torch.on_gradient(tensor, gradient_arrives)
+            arrival = _Arrival(schedule, unit, tensor)
+            _torch.on_gradient(tensor, arrival)
             base = _torch.view_base(tensor)
             if base is not None and base.grad_fn is not None:
                 # An in-place edit of a view gives the view another history and drops its hooks;
                 # the history of what it is a view of stays in the graph.
-                base.grad_fn.register_prehook(gradient_arrives)
+                base.grad_fn.register_prehook(arrival)
     return found
+
+
+class _Arrival:
+    """The hook of an output tensor, and of the call that takes the same tensor as its input.
+
+    One unit's output is mostly the next unit's input; one hook then begins the backward of the
+    first and ends that of the second. The beginning comes first, so that the gather it may start
+    is ahead of the second's reduction.
+    """
+
+    __slots__ = ("_schedule", "_unit", "_version", "ends")
+
+    def __init__(self, schedule: Schedule, unit: Unit, tensor: Tensor) -> None:
+        self._schedule = schedule
+        self._unit = unit
+        self._version = _torch.version_of(tensor)
+        self.ends: list[tuple[Schedule, Unit]] = []
+        tensor._ya_fsdp_arrival = self  # type: ignore[attr-defined]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Arrival | None:
+        """The hook of a tensor that a unit returned and nobody has edited since."""
+        arrival: _Arrival | None = getattr(tensor, "_ya_fsdp_arrival", None)
+        if arrival is None or arrival._version != _torch.version_of(tensor):
+            return None
+        return arrival
+
+    def __call__(self, _: Any) -> None:
+        self._schedule.pre_backward(self._unit)
+        for schedule, unit in self.ends:
+            schedule.try_end_backward(unit)
 
 
 def watch_inputs(
@@ -88,7 +116,11 @@ def watch_inputs(
         return
     if len(tensors) == 1:
         (tensor,) = tensors.values()
-        _torch.on_gradient(tensor, lambda _: schedule.try_end_backward(unit))
+        arrival = _Arrival.of(tensor)
+        if arrival is not None:
+            arrival.ends.append((schedule, unit))
+        else:
+            _torch.on_gradient(tensor, lambda _: schedule.try_end_backward(unit))
         return
     inputs = _Inputs(schedule, unit, list(tensors.values()))
     for index, tensor in enumerate(tensors.values()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -84,6 +85,7 @@ def _map_dict(value: dict[Any, Any], function: Callable[[Tensor], Tensor]) -> An
     return fresh
 
 
+@functools.cache
 def cast_floats(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """A function that casts floating-point tensors to ``dtype`` and leaves others alone."""
 
