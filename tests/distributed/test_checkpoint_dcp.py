@@ -215,12 +215,20 @@ def replicas(rank: int, world_size: int, folder: str, shape: tuple[int, int]) ->
     train(model, optimizer, 2)
     write(model, optimizer, folder)
     full = checkpoint.get_full_state_dict(model, rank0_only=False)
+    states = state_wholes(model, optimizer)
     assert_same(full, wholes(model))
     for other in (shard(plain_net(9)), shard(plain_net(9), apply=on_mesh)):
         fresh = adamw(other)
         read(other, fresh, folder)
         assert_same(wholes(other), full)
-        assert_same(state_wholes(other, fresh), state_wholes(model, optimizer))
+        assert_same(state_wholes(other, fresh), states)
+    checkpoint.save(f"{folder}/run", model, optimizer, step=2)
+    again = shard(plain_net(9))
+    fresh = adamw(again)
+    checkpoint.load(f"{folder}/run", again, fresh)
+    assert_same({**wholes(again), **state_wholes(again, fresh)}, {**full, **states})
+    checkpoint.load_full_state_dict(model, plain_net(5).state_dict() if rank == 0 else None)
+    assert_same(wholes(model), plain_net(5).state_dict())
     reference, _ = trained_plain(2)
     assert_near(full, wholes(reference))
 
@@ -267,6 +275,12 @@ def full_options(rank: int, world_size: int, cut: str) -> None:
     checkpoint.load_full_optimizer_state_dict(other, fresh, states)
     assert_same(wholes(other), wholes(model))
     assert_same(state_wholes(other, fresh), state_wholes(model, optimizer))
+    if cut == "row":
+        third = shard(plain_net(seed=9), cut)
+        fresh = adamw(third)
+        broadcast = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_optimizer_state_dict(third, fresh, states, options=broadcast)
+        assert_same(state_wholes(third, fresh), state_wholes(model, optimizer))
 
 
 @pytest.mark.parametrize("cut", ["row", "element"])

@@ -253,25 +253,30 @@ def test_load_state_dict_takes_a_plain_full_state_dict(pool: WorkerPool, cut: st
     pool.run(direct, cut)
 
 
-def spread_by_torch(rank: int, world_size: int, broadcast: bool) -> None:
-    source = plain_net(seed=5)
-    state = {**source.state_dict(), "new": torch.ones(1)}
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast, strict=False)
-    model = shard(plain_net(), "row")
-    given = state if rank == 0 or not broadcast else {}
-    set_model_state_dict(model, given, options=options)
-    assert_same(wholes(model), source.state_dict())
-    strict = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
-    with pytest.raises(RuntimeError, match="new"):
-        set_model_state_dict(
-            model,
-            {**source.state_dict(), "new": torch.ones(1)} if given else {},
-            options=strict,
+def spread_by_torch(rank: int, world_size: int) -> None:
+    source = plain_net(seed=5).state_dict()
+    for broadcast in (False, True):
+        options = StateDictOptions(
+            full_state_dict=True, broadcast_from_rank0=broadcast, strict=False
         )
+        model = shard(plain_net(), "row")
+        given = {**source, "new": torch.ones(1)} if rank == 0 or not broadcast else {}
+        set_model_state_dict(model, given, options=options)
+        assert_same(wholes(model), source)
+    options = StateDictOptions(full_state_dict=True)
+    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "new"'):
+        set_model_state_dict(model, {**source, "new": torch.ones(1)}, options=options)
+    flat = shard(plain_net(), "element")
+    before = snapshot(flat)
+    with pytest.raises(RuntimeError, match="unsupported placements FlatRaggedShard"):
+        set_model_state_dict(flat, dict(source), options=options)
+    assert_unchanged(flat, before)
 
 
-def test_torchs_setter_spreads_a_full_state_dict_that_every_rank_has(world2: WorkerPool) -> None:
-    world2.run(spread_by_torch, False)
+def test_torchs_setter_spreads_a_full_state_dict_over_rows_and_refuses_other_cuts(
+    world2: WorkerPool,
+) -> None:
+    world2.run(spread_by_torch)
 
 
 # ---- names and adapters ------------------------------------------------------------------------

@@ -105,9 +105,9 @@ def _model_targets(
             leaves.setdefault(path[1], {})[path[2:]] = flat
     saved: dict[str, tuple[int, ...] | None] = dict.fromkeys(leaves)
     for name, parts in leaves.items():
-        entry = metadata.state_dict_metadata[parts[()]] if () in parts else None
-        if isinstance(entry, TensorStorageMetadata):
-            saved[name] = tuple(entry.size)
+        record = metadata.state_dict_metadata[parts[()]] if () in parts else None
+        if isinstance(record, TensorStorageMetadata):
+            saved[name] = tuple(record.size)
     compare(model, own, saved, strict)
     targets: dict[str, Any] = {
         name: _nested({path: _empty(metadata, flat) for path, flat in leaves[name].items()})
@@ -115,9 +115,9 @@ def _model_targets(
         if name in saved
     }
     for entry in own.entries:
-        name = next((name for name in entry.names if name in saved), None)
-        if name is not None:
-            targets[name] = entry.tensor
+        source = next((name for name in entry.names if name in saved), None)
+        if source is not None:
+            targets[source] = entry.tensor
     return targets
 
 
