@@ -14,12 +14,12 @@ from ya_fsdp import ragged_ops, ragged_random, ragged_reduce  # noqa: F401
 from ya_fsdp.ragged_boxes import Box, flat_range_to_boxes
 from ya_fsdp.ragged_placement import (
     FlatRaggedShard,
+    PieceAddress,
     RaggedShard,
     RowRaggedShard,
     make_placement,
 )
 from ya_fsdp.ragged_tensor import (
-    PieceAddress,
     RaggedShardDTensor,
     new_ragged,
     rebuild_ragged,

@@ -1,7 +1,7 @@
 """Placements of a parameter that is cut into contiguous pieces of unequal size."""
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import count, pairwise
 from math import prod
 from typing import Any
 
@@ -294,6 +294,32 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     for dim in range(len(shape) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * max(shape[dim + 1], 1)
     return tuple(strides)
+
+
+class PieceAddress:
+    """Stands in for ``data_ptr`` of an empty piece; each has a number of its own."""
+
+    __slots__ = ("number",)
+
+    # Far below any address of real memory.
+    _numbers = count(1)
+
+    def __init__(self) -> None:
+        self.number = next(self._numbers)
+
+    def __call__(self) -> int:
+        """The number."""
+        return self.number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PieceAddress, ()
+
+
+def give_address(local: torch.Tensor) -> None:
+    """Gives an empty piece an address of its own."""
+    # Helpers that match parameters by address would take all empty pieces for one.
+    if "data_ptr" not in local.__dict__:
+        local.data_ptr = PieceAddress()  # type: ignore[method-assign]
 
 
 def _pad_rows(piece: torch.Tensor, rows: int) -> torch.Tensor:

@@ -175,14 +175,16 @@ def combine_norms(norms: Tensor, p: float, group: dist.ProcessGroup) -> Tensor:
 def local_norms(pieces: list[Tensor], p: float) -> Tensor:
     """The pieces' p-norms, stacked and 64-bit; an empty piece has the norm that changes nothing."""
     device = pieces[0].device
-    dtype = wide(torch.float32, device)
-    # The sum of negative powers, and a minimum, are unchanged by an infinite value.
-    neutral = torch.full((), torch.inf if p < 0 else 0.0, dtype=dtype, device=device)
     filled = [piece for piece in pieces if piece.numel()]
     small = bool(filled) and all(piece.dtype in SMALL for piece in filled)
     # A 16-bit result would lose digits that the sum over ranks needs.
-    norms = iter(foreach_norm(filled, p, torch.float32 if small else None) if filled else ())
-    return torch.stack([next(norms).to(dtype) if piece.numel() else neutral for piece in pieces])
+    norms = foreach_norm(filled, p, torch.float32 if small else None) if filled else ()
+    dtype = norms[0].dtype if norms else torch.float32
+    # The sum of negative powers, and a minimum, are unchanged by an infinite value.
+    neutral = torch.full((), torch.inf if p < 0 else 0.0, dtype=dtype, device=device)
+    values = iter(norms)
+    stacked = torch.stack([next(values) if piece.numel() else neutral for piece in pieces])
+    return stacked.to(wide(torch.float32, device))
 
 
 def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -215,8 +217,11 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         pieces = [tensors[i]._local_tensor for i in indices]
         pieces = pieces if dtype is None else [piece.to(dtype) for piece in pieces]
         norms = combine_norms(local_norms(pieces, p), p, group)
-        for index, piece, norm in zip(indices, pieces, norms.unbind(), strict=True):
-            results[index] = norm.to(piece.dtype.to_real())
+        # One conversion for each dtype, not for each tensor.
+        kinds = {piece.dtype.to_real() for piece in pieces}
+        converted = {kind: norms.to(kind).unbind() for kind in kinds}
+        for position, (index, piece) in enumerate(zip(indices, pieces, strict=True)):
+            results[index] = converted[piece.dtype.to_real()][position]
     return results
 
 

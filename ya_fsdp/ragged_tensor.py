@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from itertools import count
 from math import prod
 from typing import Any, cast
 
@@ -28,6 +27,7 @@ from ya_fsdp.ragged_checkpoint import chunk_view, chunks, write_items
 from ya_fsdp.ragged_placement import (
     RaggedShard,
     contiguous_stride,
+    give_address,
     make_placement,
     mesh_rank,
     ragged_axis,
@@ -262,7 +262,7 @@ class RaggedShardDTensor(DTENSOR_BASE):  # type: ignore[misc]
         if not getattr(self, "_is_param", False):
             return 0
         if self._local_tensor.numel() == 0:
-            _give_address(self._local_tensor)
+            give_address(self._local_tensor)
         return self._local_tensor.data_ptr()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -383,32 +383,7 @@ def rebuild_ragged(
 
 def _wrap(local: Tensor, spec: Any, requires_grad: bool) -> RaggedShardDTensor:
     if local.numel() == 0:
-        _give_address(local)
+        give_address(local)
     return cast(
         RaggedShardDTensor, new_sharded_tensor(RaggedShardDTensor, local, spec, requires_grad)
     )
-
-
-def _give_address(local: Tensor) -> None:
-    # Helpers that match parameters by address would take all empty pieces for one.
-    if "data_ptr" not in local.__dict__:
-        local.data_ptr = PieceAddress()  # type: ignore[method-assign]
-
-
-class PieceAddress:
-    """Stands in for ``data_ptr`` of an empty piece; each has a number of its own."""
-
-    __slots__ = ("number",)
-
-    # Far below any address of real memory.
-    _numbers = count(1)
-
-    def __init__(self) -> None:
-        self.number = next(self._numbers)
-
-    def __call__(self) -> int:
-        """The number."""
-        return self.number
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return PieceAddress, ()

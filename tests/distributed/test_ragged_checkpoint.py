@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.harness import WorkerPool
+from ya_fsdp._torch import DTENSOR_SUBCLASS_OK
 from ya_fsdp.ragged import (
     RaggedShardDTensor,
     distribute_ragged,
@@ -30,6 +31,10 @@ from ya_fsdp.ragged import (
 
 SHAPES = {"a": (7, 5), "b": (2, 4), "c": (3, 2, 5), "d": (13,), "e": (2, 3, 2, 3), "f": (1, 6)}
 CUTS = ("row", "element", "lopsided")
+
+with_torchs_helpers = pytest.mark.skipif(
+    not DTENSOR_SUBCLASS_OK, reason="torch's helpers gather DTensors only, which need torch 2.13"
+)
 
 
 @pytest.fixture(params=[2, 3], ids=["2 ranks", "3 ranks"])
@@ -153,6 +158,7 @@ def full_state_dict(rank: int, world_size: int, how: str) -> None:
         assert isinstance(getattr(model, name), torch.nn.Parameter)
 
 
+@with_torchs_helpers
 @pytest.mark.parametrize("how", CUTS)
 def test_torch_gathers_a_full_state_dict_and_a_plain_one_is_loaded(
     pool: WorkerPool, how: str
@@ -233,6 +239,7 @@ def optimizer_state(rank: int, world_size: int, how: str, full: bool, broadcast:
         )
 
 
+@with_torchs_helpers
 @pytest.mark.parametrize(
     "how, full, broadcast",
     [

@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
+from ya_fsdp._torch import DTENSOR_BASE
 from ya_fsdp.ragged import (
     FlatRaggedShard,
     RaggedShardDTensor,
