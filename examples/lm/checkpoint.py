@@ -1,8 +1,8 @@
-"""Checkpoints of a sharded run, written by all ranks together."""
+"""Checkpoints of a run: model, optimizer, and what was measured so far."""
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,16 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
-from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
 from lm.report import History
+from ya_fsdp import checkpoint
 
-# So many are kept; the one before the last survives a crash in the middle of saving.
+# The one before the last is for those who want to go back, say before the loss rose.
 KEPT = 2
-_META = "run.json"
-_HISTORY = "history.json"
+
+latest = checkpoint.latest
 
 
 def save(
@@ -32,8 +30,6 @@ def save(
 ) -> Path:
     """Writes the state after ``step`` steps to ``folder/step_XXXXXX``; a collective call.
 
-    The folder gets its name when everything is in it, so that a name never stands for a part.
-
     Args:
         folder: holds the checkpoints of a run.
         step: steps done.
@@ -42,25 +38,8 @@ def save(
         history: what was measured so far.
         options: what the run was started with, compared when it is resumed.
     """
-    target = folder / f"step_{step:06d}"
-    partial = target.with_suffix(".partial")
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    save_sharded({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=partial)
-    if dist.get_rank() == 0:
-        history.write(partial / _HISTORY)
-        (partial / _META).write_text(json.dumps({"options": options}))
-        shutil.rmtree(target, ignore_errors=True)
-        partial.rename(target)
-        for old in _complete(folder)[:-KEPT]:
-            shutil.rmtree(old)
-    dist.barrier()
-    return target
-
-
-def latest(folder: Path) -> Path | None:
-    """The newest complete checkpoint in ``folder``."""
-    complete = _complete(folder)
-    return complete[-1] if complete else None
+    extra = {"history": dataclasses.asdict(history), "options": options}
+    return checkpoint.save(folder, model, optimizer, extra, step=step, keep_last=KEPT)
 
 
 def set_aside(folder: Path) -> list[str]:
@@ -70,7 +49,7 @@ def set_aside(folder: Path) -> list[str]:
         What was done, in words, on the rank that did it.
     """
     notes = []
-    old = _complete(folder)
+    old = [*folder.glob("step_*"), *folder.glob("latest")]
     if old and dist.get_rank() == 0:
         aside = folder / "previous"
         shutil.rmtree(aside, ignore_errors=True)
@@ -85,28 +64,17 @@ def set_aside(folder: Path) -> list[str]:
 def load(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, options: dict[str, Any]
 ) -> tuple[History, list[str]]:
-    """Fills model and optimizer from a checkpoint; a collective call.
+    """Fills model and optimizer from a checkpoint of any number of ranks; a collective call.
 
     Returns:
         The history up to the checkpoint, whose length is the number of steps done, and in words
         each option that differs from those of the run that saved.
     """
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    load_sharded({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
-    set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=model_state,
-        optim_state_dict=optimizer_state,
-    )
-    saved = json.loads((path / _META).read_text())["options"]
+    extra = checkpoint.load(path, model, optimizer).extra
+    saved = extra["options"]
     changes = [
         f"{name} was {saved.get(name)}, is {value}"
         for name, value in options.items()
         if saved.get(name) != value
     ]
-    return History.read(path / _HISTORY), changes
-
-
-def _complete(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("step_*") if path.suffix != ".partial")
+    return History(**extra["history"]), changes

@@ -18,17 +18,6 @@ class History:
     validation: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
 
-    def write(self, path: Path) -> None:
-        """Writes the history as JSON."""
-        path.write_text(json.dumps(dataclasses.asdict(self)))
-
-    @classmethod
-    def read(cls, path: Path) -> History:
-        """Reads what `write` wrote."""
-        content = json.loads(path.read_text())
-        content["validation"] = [(int(step), float(loss)) for step, loss in content["validation"]]
-        return cls(**content)
-
 
 def write_json(path: Path, history: History, facts: dict[str, Any]) -> None:
     """Writes the facts of a run, with its history, as readable JSON."""

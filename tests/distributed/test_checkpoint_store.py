@@ -44,7 +44,7 @@ from ya_fsdp.checkpoint import CheckpointError, store
 def save_on(rank: int, world_size: int, folder: str) -> tuple[Any, Any]:
     model, optimizer = trained_sharded(2, "element")
     path = checkpoint.save(folder, model, optimizer, {"losses": [1.5]}, step=2)
-    assert path == Path(folder) / "step_00000002"
+    assert path == Path(folder) / "step_000002"
     return wholes(model), state_wholes(model, optimizer)
 
 
@@ -95,7 +95,7 @@ def read_with_torch(rank: int, world_size: int, folder: str) -> tuple[Any, Any]:
 
 def test_torch_reads_a_step_as_an_ordinary_checkpoint(world2: WorkerPool, tmp_path: Path) -> None:
     weights, states = world2.run(save_on, str(tmp_path))[0]
-    for found, averages in world2.run(read_with_torch, str(tmp_path / "step_00000002")):
+    for found, averages in world2.run(read_with_torch, str(tmp_path / "step_000002")):
         assert_same(found, weights)
         for name, value in averages.items():
             assert torch.equal(value, states[f"{name}.exp_avg"])
@@ -182,13 +182,13 @@ def in_turn(rank: int, world_size: int, folder: str) -> None:
     handle = checkpoint.async_save(folder, model, optimizer, {"step": 2}, step=2)
     train(model, optimizer, 3, first=2)
     later = {**wholes(model), **state_wholes(model, optimizer)}
-    assert handle.result(30) == Path(folder) / "step_00000002"
+    assert handle.result(30) == Path(folder) / "step_000002"
     assert handle.done()
     checkpoint.async_save(folder, model, optimizer, step=5, keep_last=2)
     path = checkpoint.save(folder, model, optimizer, step=6, keep_last=2)
     names = [p.name for p in sorted(Path(folder).glob("step_*"))]
-    assert names == ["step_00000005", "step_00000006"]
-    for place, values in ((path.with_name("step_00000005"), later), (Path(folder), later)):
+    assert names == ["step_000005", "step_000006"]
+    for place, values in ((path.with_name("step_000005"), later), (Path(folder), later)):
         other = shard(plain_net(seed=9))
         fresh = adamw(other)
         checkpoint.load(place, other, fresh)
@@ -266,7 +266,7 @@ def test_the_last_saves_are_kept_by_when_they_were_saved_not_by_their_number(
     assert saved_steps(tmp_path) == [3, 900]
     checkpoint.save(tmp_path, model, step=4, keep_last=1)
     assert saved_steps(tmp_path) == [4]
-    assert checkpoint.latest(tmp_path) == tmp_path / "step_00000004"
+    assert checkpoint.latest(tmp_path) == tmp_path / "step_000004"
 
 
 def test_a_save_that_fails_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +280,7 @@ def test_a_save_that_fails_deletes_nothing(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(CheckpointError, match="No space left"):
         checkpoint.save(tmp_path, model, step=2, keep_last=1)
     monkeypatch.undo()
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["step_00000001"]
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["step_000001"]
     assert checkpoint.load(tmp_path, model).step == 1
 
 
@@ -296,8 +296,8 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
 def test_a_step_whose_replacement_was_cut_short_is_still_the_latest(tmp_path: Path) -> None:
     model = plain_net()
     path = checkpoint.save(tmp_path, model, step=7)
-    path.rename(tmp_path / "step_00000007.old")
-    assert checkpoint.latest(tmp_path) == tmp_path / "step_00000007.old"
+    path.rename(tmp_path / "step_000007.old")
+    assert checkpoint.latest(tmp_path) == tmp_path / "step_000007.old"
     assert checkpoint.load(tmp_path, model).step == 7
     checkpoint.save(tmp_path, model, step=8)
     assert saved_steps(tmp_path) == [7, 8]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -114,3 +115,15 @@ def test_sigterm_saves_and_resuming_gives_the_losses_of_an_unbroken_run_to_the_b
     assert resumed["history"]["losses"] == whole["losses"]
     assert resumed["history"]["validation"] == whole["validation"]
     assert resumed["history"]["gradient_norms"] == whole["gradient_norms"]
+
+
+def test_a_run_resumes_on_another_number_of_processes_as_if_nothing_had_happened(
+    text: Path, tmp_path: Path, unbroken: tuple[Path, dict[str, Any]]
+) -> None:
+    out, report = unbroken
+    whole = report["history"]["losses"]
+    shutil.copytree(out / "step_000030", tmp_path / "step_000030")
+    options = "--steps", "60", "--accumulate", "2", "--save-every", "0"
+    resumed = _train(1, text, tmp_path, *options, "--resume")["history"]["losses"]
+    assert resumed[:30] == whole[:30]
+    assert resumed[30:] == pytest.approx(whole[30:], rel=1e-3)

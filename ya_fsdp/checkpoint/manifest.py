@@ -67,7 +67,7 @@ class Manifest:
 
 def step_name(step: int) -> str:
     """Name of a step's folder."""
-    return f"step_{step:08d}"
+    return f"step_{step:06d}"
 
 
 def fingerprint(path: Path) -> tuple[int, int]:

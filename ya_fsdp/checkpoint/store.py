@@ -42,7 +42,7 @@ def save(
     keep_last: int | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Saves model and optimizer as ``folder/step_XXXXXXXX``; every rank has to call it.
+    """Saves model and optimizer as ``folder/step_XXXXXX``; every rank has to call it.
 
     Ranks write their own pieces into a folder with a temporary name, which gets its name when all
     is written; then ``folder/latest`` moves to it. A process killed at any moment leaves the last
