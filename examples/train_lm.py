@@ -11,6 +11,7 @@ lies on every machine that can run this.
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,6 +22,7 @@ import typer
 
 from lm import checkpoint
 from lm.data import Corpus, load_corpus
+from lm.errors import UsageError
 from lm.loop import Loop
 from lm.model import Block, Decoder, ModelConfig
 from lm.progress import Monitor
@@ -81,12 +83,14 @@ def report(
     if not trainer.runtime.leads:
         return
     losses = history.losses
+    last = history.validation[-1][1] if history.validation else None
+    validation = "" if last is None else f" (validation {last:.3f})"
     facts |= {
         "torch": torch.__version__,
         "steps": len(losses),
         "first_loss": losses[0],
         "final_loss": losses[-1],
-        "validation_loss": history.validation[-1][1] if history.validation else None,
+        "validation_loss": last,
         "training_seconds": round(history.seconds, 1),
         "peak_memory_bytes": trainer.runtime.peak_memory(),
     }
@@ -94,7 +98,7 @@ def report(
     write_json(folder / "report.json", history, facts)
     draw_losses(folder / "losses.png", history, f"{facts['text']}, {facts['where']}")
     monitor.say(
-        f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps, "
+        f"loss {losses[0]:.3f} -> {losses[-1]:.3f}{validation} in {len(losses)} steps, "
         f"{facts['wall_seconds']} s; see {folder / 'report.json'} and {folder / 'losses.png'}"
     )
 
@@ -166,6 +170,12 @@ def main(
         bf16=bf16,
         compile=compile,
     )
+    parts = runtime.world_size * accumulate
+    if batch_size % parts:
+        raise UsageError(
+            f"--batch-size {batch_size} is not a multiple of {parts}, the {runtime.world_size} "
+            f"processes times --accumulate {accumulate}"
+        )
     corpus = load_corpus(data)
     trainer = Trainer(build_model(config, options, runtime), options, corpus, runtime)
     saved = dataclasses.asdict(options) | {
@@ -194,4 +204,8 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    try:
+        typer.run(main)
+    except UsageError as error:
+        # A traceback from each rank would bury the one line that helps.
+        sys.exit(f"error: {error}")

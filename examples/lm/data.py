@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lm.errors import UsageError
+
 # One file in so many is kept from training.
 VALIDATION_SHARE = 20
 # Between two files; a byte that source text does not contain.
@@ -37,7 +39,7 @@ def load_corpus(path: Path | None) -> Corpus:
             ``*.py`` files of the running interpreter's standard library.
 
     Raises:
-        ValueError: there is no text at ``path``.
+        UsageError: there is no text at ``path``.
     """
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
@@ -46,10 +48,12 @@ def load_corpus(path: Path | None) -> Corpus:
     else:
         root, source = path, str(path)
         files = [f for f in path.rglob("*") if f.is_file()] if path.is_dir() else [path]
+    if not root.exists():
+        raise UsageError(f"--data {root}: there is no such file or folder")
     # Sorted by name relative to the root, so that every rank and every run sees one order.
     texts = [f.read_bytes() for f in sorted(files, key=lambda f: f.relative_to(root).as_posix())]
     if sum(map(len, texts)) < 2:
-        raise ValueError(f"no text found at {root}: give --data a file or a folder with files")
+        raise UsageError(f"no text found at {root}: give --data a file or a folder with files")
     if len(texts) < VALIDATION_SHARE:
         text = SEPARATOR.join(texts)
         cut = len(text) - len(text) // VALIDATION_SHARE
@@ -82,10 +86,10 @@ class BatchReader:
             seed: another seed gives other batches.
 
         Raises:
-            ValueError: the text is shorter than one sequence and its target.
+            UsageError: the text is shorter than one sequence and its target.
         """
         if len(text) < length + 1:
-            raise ValueError(f"a text of {len(text)} bytes has no sequence of {length} tokens")
+            raise UsageError(f"a text of {len(text)} bytes has no sequence of {length} tokens")
         self._text = text
         self._length = length
         self._batch_size = batch_size
@@ -100,10 +104,10 @@ class BatchReader:
             parts: ranks times microbatches; must divide the batch size.
 
         Raises:
-            ValueError: ``parts`` does not divide the batch size.
+            UsageError: ``parts`` does not divide the batch size.
         """
         if self._batch_size % parts:
-            raise ValueError(
+            raise UsageError(
                 f"a batch of {self._batch_size} sequences cannot be cut into {parts} equal parts "
                 "(ranks times accumulated microbatches)"
             )

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lm.errors import UsageError
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
@@ -37,12 +39,12 @@ class ModelConfig:
         """Checks that the heads divide the width.
 
         Raises:
-            ValueError: the numbers do not fit each other.
+            UsageError: the numbers do not fit each other.
         """
         if self.dim % (2 * self.heads):
-            raise ValueError(f"dim {self.dim} is not a multiple of 2 * heads ({2 * self.heads})")
+            raise UsageError(f"dim {self.dim} is not a multiple of 2 * heads ({2 * self.heads})")
         if self.heads % self.kv_heads:
-            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
+            raise UsageError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
 
     @property
     def head_dim(self) -> int:

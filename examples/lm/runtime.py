@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lm.errors import UsageError
+
 
 @dataclasses.dataclass(frozen=True)
 class Runtime:
@@ -52,13 +54,16 @@ def start(device_name: str) -> Runtime:
             own; ``cpu`` and ``cuda`` are taken by their word.
 
     Raises:
-        ValueError: ``cuda`` was asked for and there are fewer GPUs than processes.
+        UsageError: ``cuda`` was asked for and there are fewer GPUs than processes.
     """
     local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     enough_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= local_processes
+    if device_name not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"--device {device_name}: choose auto, cpu or cuda")
     if device_name == "cuda" and not enough_gpus:
-        raise ValueError(
-            f"{local_processes} processes need as many GPUs, here are {torch.cuda.device_count()}"
+        raise UsageError(
+            f"--device cuda: {local_processes} process(es) need a GPU each, "
+            f"this machine has {torch.cuda.device_count()}"
         )
     device = torch.device("cpu")
     if device_name != "cpu" and enough_gpus:
