@@ -487,18 +487,13 @@ def test_every_optimizer_of_torch_updates_shards_as_it_updates_weights(pool: Wor
 
 def adafactor(rank: int, world: int) -> None:
     model, reference = pair(MLP, nested)
-    optimizers = tuple(torch.optim.Adafactor(m.parameters(), lr=0.05) for m in (model, reference))
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=0.05)
     train_step(model, reference, rank, inputs(world))
-    optimizers[1].step()
-    try:
-        optimizers[0].step()
-    except NotImplementedError as error:
-        assert "RaggedShardDTensor" in str(error)
-        return
-    assert_same_parameters(model, reference, atol=1e-4)
+    with pytest.raises(NotImplementedError, match="RaggedShardDTensor"):
+        optimizer.step()
 
 
-def test_adafactor_is_right_or_refused(world2: WorkerPool) -> None:
+def test_adafactor_which_factors_whole_matrices_is_refused(world2: WorkerPool) -> None:
     world2.run(adafactor)
 
 
@@ -509,7 +504,7 @@ def optimizer_made_before(rank: int, world: int) -> None:
             optimizer = kind(model.parameters(), lr=0.1)
             parameters = list(model.parameters())
             shard(model)
-            with pytest.raises(RuntimeError, match="optimizer.*after fully_shard"):
+            with pytest.raises(RuntimeError, match=r"optimizer.*after fully_shard"):
                 optimizer.zero_grad()
             loss(model, inputs(world)[rank]).backward()
             with pytest.raises(RuntimeError, match=r"'.*weight'.*optimizer.*after fully_shard"):

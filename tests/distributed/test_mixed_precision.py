@@ -275,7 +275,7 @@ def test_weights_changed_between_two_forwards_are_what_the_second_computes_with(
 
 
 def load_before_backward(rank: int, world: int) -> None:
-    model, reference = pair(MLP, nested)
+    model, _ = pair(MLP, nested)
     x = inputs(world)
     model(x[rank])
     other = MLP()
