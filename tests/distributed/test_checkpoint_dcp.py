@@ -240,6 +240,37 @@ def test_replicas_save_once_and_load_into_any_other_mesh(
     world4.run(replicas, str(tmp_path), shape)
 
 
+def on_fsdp2(rank: int, world_size: int, folder: str) -> None:
+    """Our functions take FSDP2's models too: one can come from it and go back."""
+    model = shard(plain_net(0, tied=False), apply=torch_fully_shard)
+    optimizer = adamw(model)
+    train(model, optimizer, 2)
+    expected, states = wholes(model), state_wholes(model, optimizer)
+    checkpoint.save(folder, model, optimizer, step=2)
+    checkpoint.save_safetensors(model, f"{folder}/files")
+    full = checkpoint.get_full_state_dict(model)
+    full_states = checkpoint.get_full_optimizer_state_dict(model, optimizer)
+    for apply in (torch_fully_shard, fully_shard):
+        for way in ("folder", "files", "memory"):
+            other = shard(plain_net(9, tied=False), apply=apply)
+            fresh = adamw(other)
+            if way == "folder":
+                checkpoint.load(folder, other, fresh)
+            elif way == "files":
+                checkpoint.load_safetensors(other, f"{folder}/files")
+            else:
+                checkpoint.load_full_state_dict(other, full)
+                checkpoint.load_full_optimizer_state_dict(other, fresh, full_states)
+            assert_same(wholes(other), expected)
+            if way != "files":
+                assert_same(state_wholes(other, fresh), states)
+                train(other, fresh, 1, first=2)
+
+
+def test_our_functions_read_and_write_models_of_fsdp2(world3: WorkerPool, tmp_path: Path) -> None:
+    world3.run(on_fsdp2, str(tmp_path))
+
+
 # ---- torch's functions -------------------------------------------------------------------------
 
 

@@ -122,14 +122,17 @@ def called_on_one_rank(rank: int, world_size: int) -> None:
                 checkpoint.get_full_state_dict(model)
     finally:
         peers.ARRIVAL_TIMEOUT = datetime.timedelta(minutes=10)
+    torch.distributed.barrier()
+    assert_same(checkpoint.get_full_state_dict(model, rank0_only=False), plain_net().state_dict())
+    out, back = checkpoint.get_full_state_dict, checkpoint.load_full_state_dict
+    with pytest.raises(CheckpointError, match="ranks made different calls at once"):
+        out(model) if rank == 0 else back(model, None)
 
 
-def test_a_gather_on_one_rank_only_ends_with_a_message_that_names_the_absent() -> None:
-    pool = WorkerPool(2)  # Its ranks count calls differently afterwards.
-    try:
-        pool.run(called_on_one_rank)
-    finally:
-        pool.close()
+def test_a_gather_on_one_rank_only_ends_with_a_message_that_names_the_absent(
+    world2: WorkerPool,
+) -> None:
+    world2.run(called_on_one_rank)
 
 
 # ---- in ----------------------------------------------------------------------------------------

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -529,3 +534,32 @@ def extra_state(rank: int, world_size: int, folder: str) -> None:
 
 def test_extra_state_of_modules_is_saved_and_restored(world2: WorkerPool, tmp_path: Path) -> None:
     world2.run(extra_state, str(tmp_path))
+
+
+# ---- the documentation -------------------------------------------------------------------------
+
+PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+
+
+def run_page(rank: int, world_size: int, folder: str, code: str) -> str:
+    printed = io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
+        exec(compile(code, str(PAGE), "exec"), {})
+    return printed.getvalue()
+
+
+def test_what_the_page_on_checkpoints_shows_runs_and_prints_what_it_says(
+    world2: WorkerPool, tmp_path: Path
+) -> None:
+    pytest.importorskip("safetensors")
+    code = "\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL))
+    promised = re.findall(r"print\(.*\)  # (.*)", code)
+    assert len(promised) == 2
+    for printed in world2.run(run_page, str(tmp_path), code):
+        assert printed.splitlines() == promised
+    command = re.findall(r"    python (-m torch.distributed.checkpoint.*)", PAGE.read_text())[0]
+    assert (
+        subprocess.run([sys.executable, *command.split()], cwd=tmp_path, check=False).returncode
+        == 0
+    )
+    assert set(torch.load(tmp_path / "model.pt", weights_only=False)) == {"model", "optimizer"}

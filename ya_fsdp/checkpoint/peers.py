@@ -71,6 +71,9 @@ class Peers:
             absent = [m for m, name in zip(members, names, strict=True) if not store.check([name])]
             if not absent:
                 raise
+            # As if it had not been made, so that the same call by all ranks can follow.
+            self._calls[key] -= 1
+            store.delete_key(names[self.rank])
             raise CheckpointError(
                 f"{what} is a collective call: every rank has to make it, but ranks {absent} did "
                 f"not within {ARRIVAL_TIMEOUT.total_seconds():g} s. Call it outside of "
