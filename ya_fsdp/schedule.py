@@ -334,6 +334,8 @@ class Schedule:
             return
         if any(group.grads.expected() for group in unit.groups):
             return
+        if any(active.depth > unit.depth for active in self._active):
+            return  # the reductions of units inside come first, on every rank
         self.end_backward(unit)
 
     def end_backward(self, unit: Unit) -> None:
