@@ -40,7 +40,6 @@ class ReduceInput:
     flat: Tensor
     views: list[Tensor]
     padding: list[Tensor]
-    padding_is_zero: bool = False
 
 
 @dataclass
@@ -91,9 +90,10 @@ class GroupGradients:
     def take(self) -> None:
         """Moves autograd's gradients off the unsharded parameters."""
         if self.taken is None:
-            self.taken = [p.grad for p in self.unsharded]
-            for p in self.unsharded:
-                p.grad = None
+            with _torch.without_torch_function():  # they may be released already
+                self.taken = [p.grad for p in self.unsharded]
+                for p in self.unsharded:
+                    p.grad = None
 
     @property
     def trainable(self) -> bool:
@@ -113,7 +113,7 @@ class GroupGradients:
 
     def left_behind(self) -> bool:
         """Whether gradients lie here that no backward pass of ours has seen."""
-        return any(p.grad is not None for p in self.unsharded)
+        return any([p.grad is not None for p in self.unsharded])
 
     def watch_arrivals(self, arrived: Callable[[nn.Parameter], None], *, all_of_them: bool) -> None:
         """Calls ``arrived`` when autograd has added to one or every trainable parameter's grad."""
@@ -188,11 +188,15 @@ class GroupGradients:
         padding = [flat[a:b] for a, b in self.layout.padding_ranges()]
         return ReduceInput(flat, views, padding)
 
-    def collect(self, target: ReduceInput) -> None:
-        """Moves this backward's gradients into a gradient slot; parameters without one give 0."""
-        if target.padding and not target.padding_is_zero:
+    def collect(self, target: ReduceInput, clear_padding: bool) -> None:
+        """Moves this backward's gradients into a gradient slot; parameters without one give 0.
+
+        Args:
+            target: The slot's views.
+            clear_padding: Whether the gaps between parameters hold anything but zeros.
+        """
+        if target.padding and clear_padding:
             _torch.foreach_zero_(target.padding)
-            target.padding_is_zero = True
         if self.written and self.taken is not None:
             for i in self.written:  # a weight that is used elsewhere too
                 grad = self.taken[i]
@@ -270,12 +274,12 @@ class GroupGradients:
             self._cached_factors = (key, factors)
         return self._cached_factors[1]
 
-    def prepare(self) -> bool:
+    def prepare(self, device: torch.device) -> bool:
         """Makes sure the flat gradient shard can be written; returns whether it starts empty.
 
         Called on the compute stream, to whose pool the memory belongs.
         """
-        taken = self.shard.prepare(self.dtypes.master, self.unsharded[0].device)
+        taken = self.shard.prepare(self.dtypes.master, device)
         if taken is None:
             return True
         if not self.shard.pieces:

@@ -27,7 +27,6 @@ _HARMLESS = {
         _torch.getter(name)
         for name in (
             "requires_grad",
-            "grad",
             "shape",
             "dtype",
             "device",
@@ -38,8 +37,6 @@ _HARMLESS = {
             "_version",
         )
     ),
-    _torch.setter("grad"),
-    _torch.deleter("grad"),
     Tensor.requires_grad_,
     Tensor.size,
     Tensor.dim,
@@ -47,7 +44,8 @@ _HARMLESS = {
     Tensor.stride,
     Tensor.is_floating_point,
 }
-"""What may be asked of a released parameter: everything but its values."""
+"""What may be asked of a released parameter: everything but its values and its gradient (an
+optimizer that holds one by mistake asks for that first)."""
 
 
 class ReleasedParameter(nn.Parameter):
@@ -86,11 +84,7 @@ class ReleasedParameter(nn.Parameter):
         return f"ReleasedParameter('{fqn}', shape={tuple(self.shape)})"
 
 
-_GRADIENT_ACCESS = {
-    Tensor.grad.__get__,  # type: ignore[attr-defined]
-    Tensor.grad.__set__,  # type: ignore[attr-defined]
-    Tensor.grad.__delete__,  # type: ignore[attr-defined]
-}
+_GRADIENT_ACCESS = {_torch.getter("grad"), _torch.setter("grad"), _torch.deleter("grad")}
 
 
 class ReplacedParameter(nn.Parameter):

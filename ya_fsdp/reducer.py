@@ -85,14 +85,18 @@ class Reducer:
             self.accumulating.add(unit)
             return
         # Another rank may have gradients in a group that got none here, so all of them go out.
-        groups = [g for g in unit.groups if g in present or g.grads.trainable]
+        groups = present
+        if len(present) < len(unit.groups):
+            groups = [g for g in unit.groups if g in present or g.grads.trainable]
         slot = self._open.pop(unit, None) or self._take_slot(groups[0], unit)
         inputs: list[Tensor] = []
         fresh: list[bool] = []
         for group, offset in zip(unit.groups, offsets(unit), strict=True):
             if group in groups:
-                fresh.append(group.grads.prepare())
-                inputs.append(self._fill(group, slot, offset))
+                fresh.append(group.grads.prepare(group.device))
+                inputs.append(self._fill(group, slot, offset, slot.content != unit.kind))
+        # Padding stays zero while units of one kind follow each other in a slot.
+        slot.content = unit.kind if len(groups) == len(unit.groups) else None
         self._ready_event = self.streams.record_compute(
             self._ready_event or self.streams.new_event()
         )
@@ -144,7 +148,7 @@ class Reducer:
             target = slot.views[group] = group.grads.cut(flat)
         return target
 
-    def _fill(self, group: ParamGroup, slot: Slot, offset: int) -> Tensor:
+    def _fill(self, group: ParamGroup, slot: Slot, offset: int, clear_padding: bool) -> Tensor:
         """The group's gradients as one flat tensor, in the slot or in its own accumulator."""
         with torch.no_grad():
             if group.grads.accumulator is not None:
@@ -154,7 +158,7 @@ class Reducer:
                 self._in_flight.append(reduce_input)
                 return reduce_input
             target = self._target(group, slot, offset)
-            group.grads.collect(target)
+            group.grads.collect(target, clear_padding)
             return target.flat
 
     def _take_slot(self, group: ParamGroup, unit: Unit) -> Slot:
@@ -167,12 +171,9 @@ class Reducer:
             # The least recently used one comes first in the list.
             self.slots.remove(slot)
             self.slots.append(slot)
-        if not slot.resident or slot.content != unit.kind:
-            # Padding stays zero while units of one kind follow each other.
+        if not slot.resident:
             slot.alloc_storage()
-            slot.content = unit.kind
-            for target in slot.views.values():
-                target.padding_is_zero = False
+            slot.content = None
         self.streams.compute_waits(slot.free_event)
         return slot
 

@@ -343,10 +343,12 @@ class Schedule:
         self._active.remove(unit)
         unit.change(Phase.IDLE if unit.phase is Phase.BACKWARD else Phase.FORWARD)
         unit.pending_backward = max(0, unit.pending_backward - 1)
+        for group in unit.groups:
+            group.grads.take()
         if unit.phase is Phase.IDLE:
             if unit.reshard_after_backward:
                 unit.held = False
-                self.release(unit)
+                self.release(unit, may_have_changed=False)
             elif not unit.held:
                 unit.to_sharded()  # the bytes stay; users and optimizers see sharded parameters
         self._prefetch_after(unit)
@@ -358,16 +360,24 @@ class Schedule:
         self._backward_seen = True
         for unit in self._active[::-1]:
             self.end_backward(unit)
-        for unit in self.units:
-            with _torch.without_torch_function():
-                # Gradients may have come without one at the unit's outputs.
-                for group in unit.groups:
-                    group.grads.take()
+        for unit in self._with_leftovers():
             self.reducer.reduce(unit)
+        for unit in self.units:
             if self.is_last_backward:
                 unit.pending_backward = 0
             self._drop_unused_prefetch(unit)
         self.reducer.finish(self.units)
+
+    def _with_leftovers(self) -> list[Unit]:
+        """Units with gradients that came without one at the unit's outputs, or accumulated."""
+        found = []
+        with _torch.without_torch_function():
+            for unit in self.units:
+                for group in unit.groups:
+                    if group.grads.left_behind() or group.grads.accumulator is not None:
+                        group.grads.take()
+                        found.append(unit)
+        return list(dict.fromkeys(found))
 
     def _drop_unused_prefetch(self, unit: Unit) -> None:
         slot = unit.slot

@@ -16,6 +16,9 @@ STALE_VERSION = 1 << 20
 ("is at version 1048576") can be looked up in the troubleshooting page."""
 
 
+_KINDS: dict[object, int] = {}
+
+
 class Phase(IntEnum):
     """What a unit is doing. Integers, whose hash needs no Python call on the hot path."""
 
@@ -43,7 +46,8 @@ class Unit:
     Attributes:
         fqn: Name for messages.
         groups: Homogeneous groups; their collectives are issued together.
-        kind: Layouts and dtypes; units of one kind have their padding in the same places.
+        kind: A number for the groups' layouts and dtypes; units of one kind have their padding in
+            the same places.
         slot: The gather slot this unit's parameters are views of; fixed while a backward is due.
         phase: See :class:`Phase`.
         held: Whether the user asked for the parameters with ``unshard()``.
@@ -55,7 +59,8 @@ class Unit:
     ) -> None:
         self.fqn = fqn
         self.groups = tuple(groups)
-        self.kind = tuple((g.layout, g.dtypes) for g in self.groups)
+        kind = tuple((g.layout, g.dtypes) for g in self.groups)
+        self.kind = _KINDS.setdefault(kind, len(_KINDS))
         self.policy = policy
         self.slot: Slot | None = None
         self.phase = Phase.IDLE
