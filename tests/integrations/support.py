@@ -75,3 +75,38 @@ def tokens(rows: int, length: int = 16, seed: int = 11) -> torch.Tensor:
     """Token ids that are the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCAB, (rows, length), generator=generator)
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    """Rows of tokens that are their own labels."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+
+
+def history(trainer: Any) -> list[float]:
+    """Loss and gradient norm of every logged step, one after the other."""
+    logged = [h for h in trainer.state.log_history if "loss" in h]
+    return [h[name] for h in logged for name in ("loss", "grad_norm")]
+
+
+def byte_tokenizer() -> Any:
+    """Bytes as tokens, with padding, begin and end: 259 of them, without a download."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<pad>", "<bos>", "<eos>"]
+    names = special + sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {name: index for index, name in enumerate(names)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=special[0], bos_token=special[1], eos_token=special[2]
+    )

@@ -218,7 +218,7 @@ def test_the_first_layers_alone_are_recomputed(world2: WorkerPool) -> None:
 @foreign
 def precisions(rank: int, world_size: int, **options: Any) -> dict[str, Any]:
     model = llama().to(torch.bfloat16)
-    accelerator, model, optimizer = prepare(model, mixed="bf16", **options)
+    accelerator, model, _ = prepare(model, mixed="bf16", **options)
     batch = tokens(2)
     output = model(input_ids=batch, labels=batch)
     accelerator.backward(output.loss)

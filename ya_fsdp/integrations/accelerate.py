@@ -23,7 +23,7 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ya_fsdp import MixedPrecisionPolicy, YaFSDPModule
@@ -272,18 +272,19 @@ def engage(
     """Makes an existing ``Accelerator`` ours, in place: its class, its plug-in, its state.
 
     Args:
-        accelerator: An accelerator that has prepared nothing yet.
+        accelerator: An accelerator that has prepared no model for training yet.
         options: The options, or a plug-in of version 2 with accelerate's settings too; by default
             the plug-in that the accelerator has, and discovered options.
 
     Raises:
-        RuntimeError: If the accelerator has prepared a model already.
+        RuntimeError: If the accelerator has wrapped a model already.
         ValueError: If the plug-in is of version 1.
     """
     if not isinstance(accelerator, YaFSDPAccelerator):
-        if accelerator._models:
+        # A model alone may be a reference model, prepared for evaluation.
+        if accelerator._optimizers or any(isinstance(m, FSDPModule) for m in accelerator._models):
             raise RuntimeError(
-                "the accelerator has prepared a model already; make it ours before prepare()"
+                "the accelerator has wrapped a model already; make it ours before prepare()"
             )
         accelerator.__class__ = YaFSDPAccelerator
     if not accelerator.use_distributed:

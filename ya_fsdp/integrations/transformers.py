@@ -64,6 +64,8 @@ class YaFSDPTrainerMixin:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
         elif _internal_call:
             logger.info("%s gets shards (SHARDED_STATE_DICT) and no loadable model", folder)
+            # Whether the best checkpoint is there is asked before the shards are written.
+            Path(folder).mkdir(parents=True, exist_ok=True)
             return
         else:
             trainer._save(folder, state_dict=trainer.accelerator.get_state_dict(trainer.model))
