@@ -161,9 +161,16 @@ def _plan(
 
 def granularity_of(option: GranularityOption, param: ShardedParam) -> Granularity:
     """The granularity a user's option gives one parameter."""
-    if callable(option):
-        return option(param.fqn, param.sharded)
-    return option
+    if not callable(option):
+        return option
+    value = option(param.fqn, param.sharded)
+    is_size = isinstance(value, int) and not isinstance(value, bool) and value > 0
+    if not is_size and value not in ("auto", "row", "element"):
+        raise ValueError(
+            f"granularity of parameter '{param.fqn}' must be 'auto', 'row', 'element' or a number "
+            f"of elements >= 1, got {value!r}"
+        )
+    return value
 
 
 def move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:

@@ -116,7 +116,7 @@ def fully_shard(
     policy = _check_policy(mp_policy)
     _check_alignment(shard_alignment)
     mesh = _check_mesh(mesh)
-    ignored = set(ignored_params or ())
+    ignored = _check_ignored(ignored_params)
     device = _device_of(mesh)
     managed = managed_modules(modules)
     params = collect_params(modules, managed, ignored)
@@ -232,6 +232,18 @@ def _check_alignment(value: Any) -> None:
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"shard_alignment must be a positive number of elements, got {value!r}")
+
+
+def _check_ignored(params: Any) -> set[nn.Parameter]:
+    if params is None:
+        return set()
+    if isinstance(params, torch.Tensor) or not isinstance(params, Iterable):
+        raise TypeError(f"ignored_params takes several parameters, got {type(params).__name__}")
+    ignored = set(params)
+    for each in ignored:
+        if not isinstance(each, nn.Parameter):
+            raise TypeError(f"ignored_params takes parameters themselves, got {each!r}")
+    return ignored
 
 
 def _check_mesh(mesh: DeviceMesh | None) -> DeviceMesh:

@@ -99,6 +99,9 @@ class GradShard:
         if self._flat is None:
             self._make(dtype, device)
             self.flat.zero_()
+        elif not self._flat.untyped_storage().nbytes() and self._flat.numel():
+            _resize(self._flat, self._flat.numel())
+            self._flat.zero_()
         taken = set()
         for i, (grad, ours) in enumerate(zip(grads, self._objects, strict=True)):
             if grad is None:

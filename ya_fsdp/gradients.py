@@ -49,6 +49,7 @@ class GroupGradients:
     Attributes:
         unsharded: The group's unsharded parameters, in order; autograd writes their ``.grad``.
         accumulator: Whole-group gradients in the reduce dtype while communication is off.
+        partial: This rank's sums over the shard axis while those over the replicate axis are off.
         unresolved: Parameters that got no gradient here in the last reduction; whether another
             rank had one is known after the usage exchange at the end of the backward.
         fused: Whether backward products write gradients into ``target`` themselves.
@@ -65,6 +66,7 @@ class GroupGradients:
     options: ReduceOptions = field(default_factory=ReduceOptions)
     unsharded: tuple[nn.Parameter, ...] = ()
     accumulator: Tensor | None = None
+    partial: Tensor | None = None
     unresolved: list[int] = field(default_factory=list)
     fused: bool = False
     target: ReduceInput | None = None
@@ -85,6 +87,8 @@ class GroupGradients:
         """Whether there is any gradient to reduce; after :meth:`take`."""
         if self.accumulator is not None or self.written:
             return True
+        if self.partial is not None and self.options.all_reduce:
+            return True
         return self.taken is not None and any([g is not None for g in self.taken])
 
     def take(self) -> None:
@@ -94,6 +98,11 @@ class GroupGradients:
                 self.taken = [p.grad for p in self.unsharded]
                 for p in self.unsharded:
                     p.grad = None
+
+    @property
+    def holds_microbatches(self) -> bool:
+        """Whether gradients of earlier backward passes wait for their communication."""
+        return self.accumulator is not None or self.partial is not None
 
     @property
     def trainable(self) -> bool:
@@ -132,6 +141,7 @@ class GroupGradients:
                 p.grad = None
         self.taken = None
         self.accumulator = None
+        self.partial = None
         self.close()
         self._used.clear()
 
@@ -160,6 +170,8 @@ class GroupGradients:
         self.shard.forget()
         if self.accumulator is not None:
             self.accumulator = self.accumulator.to(dtypes.reduce)
+        if self.partial is not None:
+            self.partial = self.partial.to(dtypes.reduce)
 
     def accumulate(self, device: torch.device) -> None:
         """Adds this backward's gradients to the whole-group accumulator (no communication)."""
@@ -236,28 +248,38 @@ class GroupGradients:
             collectives: The back end.
         """
         info = self.mesh_info
-        flat = self.shard.flat
         factors = self._factors(collectives)
         size = self.layout.shard_numel
         own = reduce_input[info.shard_rank * size : (info.shard_rank + 1) * size]
-        direct = fresh and self.dtypes.reduce == self.dtypes.master
-        out = flat if direct else own
+        direct = fresh and self.dtypes.reduce == self.dtypes.master and not self._stays_partial
+        out = self.shard.flat if direct else own
         if factors.pre != 1.0:
             reduce_input.div_(factors.pre)
         if info.shard_size > 1:
             collectives.reduce_scatter(out, reduce_input, factors.average, info.shard_group)
         elif direct:
             out.copy_(own)
-        if info.replicate_group is not None and self.options.all_reduce:
+        if self.partial is not None:
+            out.add_(self.partial)
+            self.partial = None
+        if self._stays_partial:
+            self.partial = own.clone()
+            return
+        if info.replicate_group is not None:
             op = "avg" if factors.average else "sum"
             collectives.all_reduce(out, op, info.replicate_group)
         if factors.post != 1.0:
             out.div_(factors.post)
         if not direct:
             if fresh:
-                flat.copy_(own)
+                self.shard.flat.copy_(own)
             else:
-                flat.add_(own)
+                self.shard.flat.add_(own)
+
+    @property
+    def _stays_partial(self) -> bool:
+        """Whether sums over the shard axis wait for later ones before they meet the replicas'."""
+        return not self.options.all_reduce and self.mesh_info.replicate_group is not None
 
     def _factors(self, collectives: Collectives) -> DivideFactors:
         info, options = self.mesh_info, self.options
@@ -279,6 +301,8 @@ class GroupGradients:
 
         Called on the compute stream, to whose pool the memory belongs.
         """
+        if self._stays_partial:
+            return True
         taken = self.shard.prepare(self.dtypes.master, device)
         if taken is None:
             return True
@@ -288,6 +312,9 @@ class GroupGradients:
 
     def hand_out(self) -> None:
         """Sets ``.grad`` of every parameter that had a gradient here."""
+        self.unresolved = []
+        if self._stays_partial:
+            return
         missing = self.shard.hand_out(self._used)
         self.unresolved = [i for i in missing if self.unsharded[i].requires_grad]
         self._used.clear()

@@ -88,6 +88,7 @@ class YaFSDPModule(FSDPModule):
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the last of the forwards run so far (pipelines)."""
+        _check_flag("is_last_backward", is_last_backward)
         for schedule in {id(s): s for _, s in self._ya_units()}.values():
             schedule.is_last_backward = is_last_backward
 
@@ -95,6 +96,7 @@ class YaFSDPModule(FSDPModule):
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
         """Whether backward communicates gradients, or adds them up in whole-size buffers."""
+        _check_flag("requires_gradient_sync", requires_gradient_sync)
         for unit in self._ya_managed(recurse):
             unit.sync_gradients = requires_gradient_sync
 
@@ -116,13 +118,20 @@ class YaFSDPModule(FSDPModule):
                 unit.sync_gradients = value
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces over the replicate axis too (2-D meshes)."""
+        """Whether backward reduces over the replicate axis too (2-D meshes).
+
+        While it does not, every unit keeps its sums over the shard axis, one shard in the reduce
+        dtype, and ``.grad`` stays as it was.
+        """
+        _check_flag("requires_all_reduce", requires_all_reduce)
         for unit in self._ya_managed(recurse):
             for group in unit.groups:
                 group.grads.options.all_reduce = requires_all_reduce
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Gradients are summed and divided by ``factor`` instead of averaged."""
+        if not isinstance(factor, (int, float)) or isinstance(factor, bool):
+            raise TypeError(f"factor must be a number, got {factor!r}")
         if not factor > 0:
             raise ValueError(f"factor must be positive, got {factor}")
         for group in _state(self).unit.groups:
@@ -134,6 +143,7 @@ class YaFSDPModule(FSDPModule):
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Sends plain sums even where the back end averages."""
+        _check_flag("enable", enable)
         for group in _state(self).unit.groups:
             group.grads.options.force_sum = enable
 
@@ -151,11 +161,13 @@ class YaFSDPModule(FSDPModule):
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
         """Whether parameters are freed after backward."""
+        _check_flag("reshard_after_backward", reshard_after_backward)
         for unit in self._ya_managed(recurse):
             unit.reshard_after_backward = reshard_after_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward gathers this module's parameters; off where it does not need them."""
+        _check_flag("unshard_in_backward", unshard_in_backward)
         _state(self).unit.unshard_in_backward = unshard_in_backward
 
     # ---- prefetch and buffers ---------------------------------------------------------------
@@ -220,7 +232,7 @@ class YaFSDPModule(FSDPModule):
         super().zero_grad(set_to_none)  # type: ignore[misc]
         for unit in self._ya_managed(True):
             for group in unit.groups:
-                if unit.switched or group.grads.accumulator is not None:
+                if unit.switched or group.grads.holds_microbatches:
                     group.zero_grad(set_to_none)
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -351,14 +363,21 @@ def _parts(module: Any) -> tuple[Unit, Schedule]:
     return _state(module).unit, schedule_of(module)
 
 
-def _units_of(modules: Sequence[nn.Module]) -> list[Unit]:
+def _units_of(modules: Any) -> list[Unit]:
+    if not isinstance(modules, Sequence) or isinstance(modules, str):
+        raise TypeError(f"modules to prefetch come as a list, got {type(modules).__name__}")
     units = []
     for module in modules:
-        state = state_of(module)
+        state = state_of(module) if isinstance(module, nn.Module) else None
         if state is None:
             raise ValueError(f"{type(module).__name__} is not managed by fully_shard")
         units.append(state.unit)
     return units
+
+
+def _check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {value!r}")
 
 
 def _check_count(count: Any) -> None:

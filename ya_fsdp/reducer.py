@@ -109,7 +109,10 @@ class Reducer:
         slot.holder = None
         for group in groups:
             group.grads.hand_out()
-        self.accumulating.discard(unit)
+        if any(group.grads.partial is not None for group in groups):
+            self.accumulating.add(unit)
+        else:
+            self.accumulating.discard(unit)
         self._touched.append(unit)
 
     def open(self, unit: Unit) -> None:
@@ -206,8 +209,8 @@ class Reducer:
     def _exchange(self, units: Sequence[Unit]) -> None:
         """Tells every rank which parameters had a gradient anywhere.
 
-        One small all-reduce per process group and backward. A rank on which everything was used sends ones
-        that lie on the device already and reads nothing back.
+        One small all-reduce per process group and backward. A rank on which everything was used
+        sends ones that lie on the device already and reads nothing back.
         """
         # Every call with mesh=None makes a mesh of its own, all of them over the same group.
         by_ranks: dict[tuple[int, int], tuple[MeshInfo, list[ParamGroup]]] = {}

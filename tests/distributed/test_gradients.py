@@ -235,6 +235,14 @@ def gradient_made_by_user(rank: int, world: int) -> None:
     loss(model, x[rank]).backward()
     reference_backward(reference, x)
     assert_same_gradients(model, reference)
+    model.zero_grad()
+    reference.zero_grad()
+    assert_none_stale(model, reference, x[rank])  # gives the gradients' memory back
+    for each in (model, reference):
+        each.head.bias.grad = torch.ones_like(each.head.bias)
+    loss(model, x[rank]).backward()
+    reference_backward(reference, x)
+    assert_same_gradients(model, reference)
 
 
 def test_a_gradient_set_before_backward_is_added_to(pool: WorkerPool) -> None:

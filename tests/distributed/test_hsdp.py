@@ -1,0 +1,113 @@
+"""Two-axis meshes (replicate, shard): four ranks as 2x2, 4x1 and 1x4, against a plain model."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.nn.utils import clip_grad_norm_
+
+from tests.distributed.models import (
+    MLP,
+    assert_none_stale,
+    assert_same_gradients,
+    assert_same_parameters,
+    inputs,
+    leaf,
+    loss,
+    nested,
+    pair,
+    reference_backward,
+    root,
+    train_step,
+)
+from tests.harness import WorkerPool, test_device
+
+SHAPES = [(2, 2), (4, 1), (1, 4)]
+
+
+def mesh_of(shape: tuple[int, int]) -> Any:
+    names = ("dp_replicate", "dp_shard")
+    return init_device_mesh(test_device().type, shape, mesh_dim_names=names)
+
+
+def train(rank: int, world: int, shape: tuple[int, int]) -> None:
+    mesh = mesh_of(shape)
+    for shard in (leaf, nested, root):
+        model, reference = pair(MLP, shard, mesh=mesh)
+        for param in model.parameters():
+            assert isinstance(param.placements[0], Replicate)
+            assert param.shape == param.full_tensor().shape
+        optimizers = tuple(torch.optim.AdamW(m.parameters(), lr=0.05) for m in (model, reference))
+        for step in range(3):
+            x = inputs(world, seed=step)
+            train_step(model, reference, rank, x, optimizers=optimizers)
+            assert_none_stale(model, reference, x[rank])
+        for param in model.parameters():
+            local = param.to_local().detach().contiguous()
+            first = local.clone()
+            dist.broadcast(first, group=mesh.get_group(0), group_src=0)
+            assert torch.equal(first, local), "replicas have parted"
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=["2x2", "4x1", "1x4"])
+def test_replicated_shards_train_as_the_whole_model(
+    world4: WorkerPool, shape: tuple[int, int]
+) -> None:
+    world4.run(train, shape)
+
+
+def clip(rank: int, world: int, shape: tuple[int, int]) -> None:
+    for norm_type in (2.0, 1.0, float("inf")):
+        model, reference = pair(MLP, nested, mesh=mesh_of(shape))
+        x = inputs(world)
+        loss(model, x[rank]).backward()
+        reference_backward(reference, x)
+        total, truth = (
+            clip_grad_norm_(m.parameters(), 0.05, norm_type=norm_type) for m in (model, reference)
+        )
+        assert truth > 0.05, "nothing would be clipped"
+        assert float(total) == pytest.approx(float(truth), rel=1e-5)
+        assert_same_gradients(model, reference)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=["2x2", "4x1", "1x4"])
+def test_a_norm_counts_every_replica_once(world4: WorkerPool, shape: tuple[int, int]) -> None:
+    world4.run(clip, shape)
+
+
+def accumulate(rank: int, world: int, how: str) -> None:
+    model, reference = pair(MLP, nested, mesh=mesh_of((2, 2)))
+    for _step in range(2):
+        for micro in range(3):
+            x = inputs(world, seed=micro)
+            if how == "no all-reduce":
+                model.set_requires_all_reduce(micro == 2)
+            quiet = how == "no_sync" and micro < 2
+            with model.no_sync() if quiet else nullcontext():
+                loss(model, x[rank]).backward()
+            reference_backward(reference, x)
+        assert_same_gradients(model, reference)
+        model.zero_grad()
+        reference.zero_grad()
+
+
+@pytest.mark.parametrize("how", ["every time", "no_sync", "no all-reduce"])
+def test_microbatches_on_a_two_axis_mesh_add_up(world4: WorkerPool, how: str) -> None:
+    world4.run(accumulate, how)
+
+
+def state_dicts(rank: int, world: int) -> None:
+    model, _ = pair(MLP, nested, mesh=mesh_of((2, 2)))
+    other, reference = pair(MLP, leaf, seed=1, mesh=mesh_of((2, 2)))
+    model.load_state_dict(other.state_dict())
+    assert_same_parameters(model, reference)
+
+
+def test_a_state_dict_goes_over_to_another_sharding_of_the_mesh(world4: WorkerPool) -> None:
+    world4.run(state_dicts)
