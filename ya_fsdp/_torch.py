@@ -92,6 +92,11 @@ def set_stream(key: StreamKey | None) -> None:
         torch._C._cuda_setStream(stream_id=key[0], device_index=key[1], device_type=key[2])
 
 
+def break_graph() -> None:
+    """Ends the graph that torch.compile is tracing; dynamo is imported when this is called."""
+    torch._dynamo.graph_break()
+
+
 def hide_from_dynamo(function: Any, *, with_callees: bool) -> None:
     """Keeps torch.compile from tracing a function (and what it calls, for as long as it runs).
 

@@ -43,6 +43,7 @@ class ParamGroup:
         self.gather_input: Tensor | None = None
         self._unsharded: tuple[nn.Parameter, ...] = ()
         self._versions: tuple[int, ...] | None = None
+        self._gathered_version = -1
         self.grads = GroupGradients(params, layout, dtypes, mesh_info)
 
     # ---- sharding ---------------------------------------------------------------------------
@@ -188,11 +189,23 @@ class ParamGroup:
     def gather(self, collectives: Collectives) -> None:
         """Casts this rank's shard into its slice of the slot and gathers the rest around it."""
         assert self.gather_input is not None and self.gather_output is not None
+        # Whatever changes weights in place changes all of a group: one counter speaks for them.
+        version = self.master_shard._version + self.params[0].sharded._version
+        if version != self._gathered_version:
+            self._gathered_version = version
+            self._note_new_values()
         self.gather_input.copy_(self.master_shard)  # neither requires grad
         if self.mesh_info.shard_size > 1:
             collectives.all_gather(
                 self.gather_output, self.gather_input, self.mesh_info.shard_group
             )
+
+    def _note_new_values(self) -> None:
+        """A backward that saved the weights before an optimizer changed them must raise."""
+        if self._versions is None:
+            _torch.bump_version_counters(self._unsharded)
+        else:
+            self._versions = tuple([v + 1 for v in self._versions])
 
     def to_unsharded(self) -> None:
         """Registers the unsharded parameters with their modules."""

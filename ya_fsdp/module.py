@@ -53,7 +53,7 @@ class YaFSDPModule(FSDPModule):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Gathers parameters around the module's own call, its hooks included."""
         if torch.compiler.is_dynamo_compiling():
-            torch._dynamo.graph_break()
+            _torch.break_graph()
         return call_with_unshard(self, super().__call__, args, kwargs)  # type: ignore[misc]
 
     # ---- gathering by hand -----------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from .collectives import Collectives
 from .pool import GatherPool
 from .reducer import Reducer
 from .streams import Streams
-from .unit import Phase, Unit
+from .unit import Phase, Unit, refuse_left_behind
 
 
 class _EndOfBackward:
@@ -53,6 +54,8 @@ class Schedule:
         self.recording: list[Unit] = []
         self.finished: list[Unit] = []  # the order in which forwards ended: backward's, reversed
         self.post_optim_event: Any = None
+        self.after_backward: list[Callable[[], None]] = []
+        self.weights_unchanged = False  # since the last forward, so that what is there is current
         self.is_last_backward = True
         self._following = False
         self._backward_seen = False
@@ -130,7 +133,7 @@ class Schedule:
         """A new outermost forward: whatever an exception left behind is cleaned up first."""
         if not self.backward_alive():
             self.recover()
-        self.stamp += 1
+        self.stamp += not self.weights_unchanged
         if self.recording and not self._keeps_recording():
             self.order, self.recording, self.finished = self.recording, [], []
         self._following = bool(self.order)
@@ -138,7 +141,7 @@ class Schedule:
         for unit in self.units:
             for group in unit.groups:
                 group.grads.release_unused()
-        self._check_left_behind()
+        refuse_left_behind(self.units)
         self.pool.refresh(self.units, self.order)
         if self.post_optim_event is not None:
             self.streams.comm_waits(self.post_optim_event)
@@ -147,23 +150,6 @@ class Schedule:
             self.streams.comm_waits_for_compute()
         for slot in self.pool.slots:
             slot.free_event = None
-
-    def _check_left_behind(self) -> None:
-        with _torch.without_torch_function():
-            for unit in self.units:
-                for group in unit.groups:
-                    if group.grads.left_behind():
-                        self._refuse_left_behind(unit)
-
-    def _refuse_left_behind(self, unit: Unit) -> None:
-        for each in self.units:
-            for group in each.groups:
-                group.grads.drop()
-        raise RuntimeError(
-            f"a backward pass reached parameters of unit '{unit.fqn}' but no output of any unit, "
-            "so their gradients were not reduced and the last step went without them. Return the "
-            "tensors from which the loss is made from the module's forward."
-        )
 
     def _keeps_recording(self) -> bool:
         """Units without a common root go on recording until their backward has run."""
@@ -259,9 +245,14 @@ class Schedule:
         if self._active or self._callback is not None:
             self.recover()
         callback = _EndOfBackward(self)
-        self._callback = weakref.ref(callback)
+        self._callback = weakref.ref(callback, self._backward_lost)
         _torch.queue_backward_callback(callback)
         self.streams.comm_waits_for_compute()
+
+    def _backward_lost(self, reference: weakref.ref[_EndOfBackward]) -> None:
+        """Autograd dropped the callback unrun: what caught the exception finds a clean model."""
+        if self._callback is reference:
+            self.recover()
 
     def pre_backward(self, unit: Unit) -> None:
         """The gradient reached a unit's output: gather it, then the one before it."""
@@ -367,6 +358,8 @@ class Schedule:
                 unit.pending_backward = 0
             self._drop_unused_prefetch(unit)
         self.reducer.finish(self.units)
+        for listener in self.after_backward:
+            listener()
 
     def _with_leftovers(self) -> list[Unit]:
         """Units with gradients that came without one at the unit's outputs, or accumulated."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any
 
+from . import _torch
 from .buffers import Slot, aligned
 from .collectives import Collectives
 from .group import ParamGroup
@@ -156,3 +157,23 @@ class Unit:
         for group in self.groups:
             if group.replaced():
                 group.readopt()
+
+
+def refuse_left_behind(units: Sequence[Unit]) -> None:
+    """Raises if gradients lie at parameters that no backward pass of ours has seen.
+
+    Raises:
+        RuntimeError: Names the unit; the gradients are gone, so that training can go on.
+    """
+    with _torch.without_torch_function():
+        found = [u for u in units if any(g.grads.left_behind() for g in u.groups)]
+    if not found:
+        return
+    for unit in found:
+        for group in unit.groups:
+            group.grads.drop()
+    raise RuntimeError(
+        f"a backward pass reached parameters of unit '{found[0].fqn}' but no output of any unit, "
+        "so their gradients were not reduced and the last step went without them. Return the "
+        "tensors from which the loss is made from the module's forward."
+    )
