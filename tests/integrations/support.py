@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import warnings
 from collections.abc import Callable
@@ -41,6 +42,8 @@ def foreign(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def forget_accelerate() -> None:
     """accelerate keeps its state in classes, one per process."""
+    if importlib.util.find_spec("accelerate") is None:
+        return
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(True)

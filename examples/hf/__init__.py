@@ -1,0 +1,1 @@
+"""What the Hugging Face examples share."""
