@@ -11,12 +11,14 @@ from .fully_shard import fully_shard
 from .module import UnshardHandle, YaFSDPModule, register_fsdp_forward_method
 from .precision import MixedPrecisionPolicy
 from .ragged import RaggedShard, RaggedShardDTensor, distribute_ragged
+from .wrapper import YaFSDP
 
 __all__ = [
     "MixedPrecisionPolicy",
     "RaggedShard",
     "RaggedShardDTensor",
     "UnshardHandle",
+    "YaFSDP",
     "YaFSDPModule",
     "__version__",
     "clip_grad_norm_",

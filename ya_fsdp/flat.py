@@ -135,17 +135,17 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | Tensor, norm_type: float
         managed.update(id(p.sharded) for p in group.params)
         device = group.device
         target = by_mesh.setdefault(group.mesh_info.shard_group, [])
-        target.extend(_grads_of(group))
+        target.extend(grads_of(group))
     plain = [p.grad for p in model.parameters() if id(p) not in managed and p.grad is not None]
     if device is None:
         return nn.utils.clip_grad_norm_(model.parameters(), float(max_norm), norm_type)
     with torch.no_grad():
         parts = [
-            _reduced(_local_power(grads, norm_type, device), norm_type, pg)
+            reduced(local_power(grads, norm_type, device), norm_type, pg)
             for pg, grads in by_mesh.items()
         ]
         if plain:
-            parts.append(_local_power(plain, norm_type, device))
+            parts.append(local_power(plain, norm_type, device))
         stacked = torch.stack(parts)
         is_inf = norm_type == float("inf")
         total = stacked.max() if is_inf else stacked.sum().pow(1.0 / norm_type)
@@ -156,7 +156,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | Tensor, norm_type: float
     return total
 
 
-def _grads_of(group: ParamGroup) -> list[Tensor]:
+def grads_of(group: ParamGroup) -> list[Tensor]:
+    """This rank's reduced gradients of a group, in as few tensors as possible."""
     shard = group.grads.shard
     if shard.complete():
         return [shard.flat]
@@ -164,7 +165,7 @@ def _grads_of(group: ParamGroup) -> list[Tensor]:
     return [getattr(g, "_local_tensor", g) for g in grads if g is not None]
 
 
-def _local_power(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+def local_power(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """Sum of the p-th powers (or the maximum) of this rank's elements, fp32."""
     grads = [g for g in grads if g.numel()]
     if not grads:
@@ -173,7 +174,8 @@ def _local_power(grads: list[Tensor], norm_type: float, device: torch.device) ->
     return norms.max() if norm_type == float("inf") else norms.pow(norm_type).sum()
 
 
-def _reduced(value: Tensor, norm_type: float, group: dist.ProcessGroup) -> Tensor:
+def reduced(value: Tensor, norm_type: float, group: dist.ProcessGroup) -> Tensor:
+    """Adds (or takes the maximum of) what :func:`local_power` gave over a process group."""
     if dist.get_world_size(group) > 1:
         op = dist.ReduceOp.MAX if norm_type == float("inf") else dist.ReduceOp.SUM
         dist.all_reduce(value, op, group=group)

@@ -53,6 +53,10 @@ FLOORS = {
 }
 ARROWS = {
     ("fully_shard", "module"),
+    ("wrapper", "fully_shard"),
+    ("wrapper", "module"),
+    ("wrapper", "flat"),
+    ("wrapper", "checkpoint"),
     ("build", "hooks"),
     ("schedule", "reducer"),
     ("schedule", "pool"),
