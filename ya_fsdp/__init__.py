@@ -1,6 +1,7 @@
 """Fully sharded data parallelism for PyTorch over flat, ragged, zero-copy shards."""
 
 from ._version import __version__
+from .communication import persistent_buffers, set_communication_sms
 from .flat import (
     clip_grad_norm_,
     flat_optimizer_state_dict,
@@ -11,6 +12,7 @@ from .fully_shard import fully_shard
 from .module import UnshardHandle, YaFSDPModule, register_fsdp_forward_method
 from .precision import MixedPrecisionPolicy
 from .ragged import RaggedShard, RaggedShardDTensor, distribute_ragged
+from .tree import map_tensors, tensors_in
 from .wrapper import YaFSDP
 
 __all__ = [
@@ -27,5 +29,9 @@ __all__ = [
     "flat_parameters",
     "fully_shard",
     "load_flat_optimizer_state_dict",
+    "map_tensors",
+    "persistent_buffers",
     "register_fsdp_forward_method",
+    "set_communication_sms",
+    "tensors_in",
 ]

@@ -286,3 +286,51 @@ def on_state_dict(
 def default_store() -> Any:
     """The key-value store of the default process group, in which ranks find each other."""
     return dist.distributed_c10d._get_default_store()
+
+
+# ---- multiprocessors -----------------------------------------------------------------------------
+
+
+def has_carveout() -> bool:
+    """Whether torch can tell cuBLASLt to leave multiprocessors alone; no public name exists."""
+    return hasattr(torch._C, "_set_sm_carveout_experimental")
+
+
+def get_carveout() -> int | None:
+    """The carve-out in force, ``None`` for none."""
+    value = torch._C._get_sm_carveout_experimental()
+    return None if value is None else int(value)
+
+
+def set_carveout(multiprocessors: int | None) -> None:
+    """Multiprocessors that cuBLASLt leaves alone from the next product on."""
+    torch._C._set_sm_carveout_experimental(multiprocessors)
+
+
+def get_blas_library() -> str:
+    """The BLAS library torch uses now."""
+    return str(torch._C._get_blas_preferred_backend()).rsplit(".", 1)[-1].lower()
+
+
+_BLAS_LIBRARIES: dict[str, Any] = {}
+
+
+def set_blas_library(name: str) -> None:
+    """Chooses torch's BLAS library; the public function looks it up by name each time."""
+    if not _BLAS_LIBRARIES:
+        backends: Any = torch._C._BlasBackend
+        _BLAS_LIBRARIES.update((k.lower(), v) for k, v in backends.__members__.items())
+    torch._C._set_blas_preferred_backend(_BLAS_LIBRARIES[name])
+
+
+def nccl_options(*, max_ctas: int) -> Any:
+    """Options of an NCCL process group with at most ``max_ctas`` thread blocks per collective."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = max_ctas
+    options.config.min_ctas = min(max_ctas, 1)
+    return options
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured on the current stream."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -239,6 +239,12 @@ class ParamGroup:
                     return True
         return False
 
+    def use_mesh(self, mesh_info: MeshInfo) -> None:
+        """Communicates through other process groups over the same ranks from now on."""
+        self.mesh_info = mesh_info
+        self.grads.mesh_info = mesh_info
+        self.grads.shard.mesh_info = mesh_info
+
     def zero_grad(self, set_to_none: bool) -> None:
         """Resets what modules do not show: sharded gradients while unsharded, the accumulator."""
         self.grads.drop()

@@ -245,6 +245,13 @@ class Reducer:
                 self.collectives.all_reduce(flags, "max", info.replicate_group)
         if complete:
             return
+        if _torch.is_capturing(groups[0].device):
+            names = [g.params[i].fqn for g in groups for i in g.grads.unresolved]
+            raise RuntimeError(
+                f"parameters without a gradient in a step that is being captured: {names[:5]}; "
+                "whether another rank used them can not be asked in a graph. Freeze them, or use "
+                "them in every step."
+            )
         self.streams.compute_waits_for_comm()
         used = flags.tolist()
         position = 0

@@ -12,7 +12,7 @@ from torch import nn
 from . import _torch
 from .buffers import Slot
 from .collectives import Collectives
-from .pool import GatherPool
+from .gathering import Gathering
 from .reducer import Reducer
 from .streams import Streams
 from .unit import Phase, Unit, refuse_left_behind
@@ -28,7 +28,7 @@ class _EndOfBackward:
         self._schedule.end_backward_pass()
 
 
-class Schedule:
+class Schedule(Gathering):
     """Conducts the units below one root.
 
     Args:
@@ -42,11 +42,9 @@ class Schedule:
     def __init__(
         self, units: list[Unit], streams: Streams, collectives: Collectives, is_orphanage: bool
     ) -> None:
+        super().__init__(streams, collectives)
         self.units = units
-        self.streams = streams
-        self.collectives = collectives
         self.is_orphanage = is_orphanage
-        self.pool = GatherPool(collectives)
         self.reducer = Reducer(streams, collectives)
         self.stamp = 0
         self.open_calls = 0
@@ -79,53 +77,6 @@ class Schedule:
             unit.slot.content = unit.slot.holder = None
         unit.slot = None
         self.units_changed()
-
-    # ---- gather and release -----------------------------------------------------------------
-
-    def launch_gather(self, unit: Unit, stamp: int) -> None:
-        """Starts gathering a unit unless its bytes are already there."""
-        if not unit.groups:
-            return
-        slot = unit.slot
-        if slot is not None and slot.holder is unit and slot.stamp == stamp:
-            return
-        slot = self.pool.claim(unit, self.end_backward)
-        if slot.content is unit and slot.stamp == stamp:
-            return
-        slot.content = None
-        if not unit.switched:
-            unit.readopt_if_replaced()
-        self.streams.comm_waits(slot.free_event)
-        slot.free_event = None
-        collectives = unit.collectives or self.collectives
-        with self.streams.on_comm():
-            for group in unit.groups:
-                group.gather(collectives)
-        if unit.gather_event is None:
-            unit.gather_event = self.streams.new_event()
-        self.streams.record_comm(unit.gather_event)
-        unit.gather_pending = True
-        slot.content = unit
-        slot.stamp = stamp
-
-    def finish_gather(self, unit: Unit) -> None:
-        """Makes compute wait for the gather and modules hold the unsharded parameters."""
-        if unit.gather_pending:
-            self.streams.compute_waits(unit.gather_event)
-            unit.gather_pending = False
-        unit.to_unsharded()
-
-    def release(self, unit: Unit, may_have_changed: bool = True) -> None:
-        """Modules hold the sharded parameters again; the slot is free once compute has passed."""
-        unit.to_sharded(may_have_changed)
-        slot = unit.slot
-        if slot is not None and slot.holder is unit:
-            if unit.gather_pending:  # never used: later gathers are ordered on the same stream
-                unit.gather_pending = False
-            if unit.free_event is None:
-                unit.free_event = self.streams.new_event()
-            slot.free_event = self.streams.record_compute(unit.free_event)
-            slot.holder = None
 
     # ---- forward ------------------------------------------------------------------------------
 
@@ -183,6 +134,9 @@ class Schedule:
         recompute = _torch.current_graph_task() != -1
         if self.open_calls == 0 and not recompute:
             self.begin_iteration()
+        if self.carveout is not None:
+            self.carveout.begin()
+            self.carveout.off()
         self.open_calls += 1
         unit.calls += 1
         unit.change(Phase.FORWARD)
@@ -198,6 +152,8 @@ class Schedule:
         if unit.phase is not Phase.FORWARD:
             return
         self.open_calls = max(0, self.open_calls - 1)
+        if self.carveout is not None and not self.open_calls and not needs_backward:
+            self.carveout.end()
         unit.calls = max(0, unit.calls - 1)
         if needs_backward:
             unit.pending_backward += 1
@@ -259,6 +215,8 @@ class Schedule:
         if unit.phase in (Phase.BACKWARD, Phase.FORWARD_IN_BACKWARD):
             return
         self._join_backward_pass()
+        if self.carveout is not None:
+            self.carveout.off()
         unit.change(Phase.BACKWARD if unit.phase is Phase.IDLE else Phase.FORWARD_IN_BACKWARD)
         self._active.append(unit)
         if unit.unshard_in_backward or unit.switched:
@@ -344,6 +302,8 @@ class Schedule:
                 unit.to_sharded()  # the bytes stay; users and optimizers see sharded parameters
         self._prefetch_after(unit)
         self.reducer.reduce(unit)
+        if self.carveout is not None:
+            self.carveout.on()
 
     def end_backward_pass(self) -> None:
         """Everything autograd will do is done: reduce what is left and wait for the results."""
@@ -360,6 +320,8 @@ class Schedule:
         self.reducer.finish(self.units)
         for listener in self.after_backward:
             listener()
+        if self.carveout is not None:
+            self.carveout.end()
 
     def _with_leftovers(self) -> list[Unit]:
         """Units with gradients that came without one at the unit's outputs, or accumulated."""

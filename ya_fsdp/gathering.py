@@ -1,0 +1,81 @@
+"""Gathering one unit into its slot and giving the slot back."""
+
+from __future__ import annotations
+
+from .carveout import CarveOut
+from .collectives import Collectives
+from .pool import GatherPool
+from .streams import Streams
+from .unit import Unit
+
+
+class Gathering:
+    """What a schedule does to a single unit.
+
+    Args:
+        streams: The communication stream and its events.
+        collectives: The back end used by units that have none of their own.
+    """
+
+    def __init__(self, streams: Streams, collectives: Collectives) -> None:
+        self.streams = streams
+        self.collectives = collectives
+        self.pool = GatherPool(collectives)
+        self.carveout: CarveOut | None = None
+
+    def set_carveout(self, carveout: CarveOut | None) -> None:
+        """Makes matrix products leave multiprocessors to collectives, or no longer."""
+        if self.carveout is not None:
+            self.carveout.end()
+        self.carveout = carveout
+
+    def launch_gather(self, unit: Unit, stamp: int) -> None:
+        """Starts gathering a unit unless its bytes are already there."""
+        if not unit.groups:
+            return
+        slot = unit.slot
+        if slot is not None and slot.holder is unit and slot.stamp == stamp:
+            return
+        slot = self.pool.claim(unit, self.end_backward)
+        if slot.content is unit and slot.stamp == stamp:
+            return
+        slot.content = None
+        if not unit.switched:
+            unit.readopt_if_replaced()
+        self.streams.comm_waits(slot.free_event)
+        slot.free_event = None
+        collectives = unit.collectives or self.collectives
+        with self.streams.on_comm():
+            for group in unit.groups:
+                group.gather(collectives)
+        if unit.gather_event is None:
+            unit.gather_event = self.streams.new_event()
+        self.streams.record_comm(unit.gather_event)
+        if self.carveout is not None:
+            self.carveout.on()
+        unit.gather_pending = True
+        slot.content = unit
+        slot.stamp = stamp
+
+    def finish_gather(self, unit: Unit) -> None:
+        """Makes compute wait for the gather and modules hold the unsharded parameters."""
+        if unit.gather_pending:
+            self.streams.compute_waits(unit.gather_event)
+            unit.gather_pending = False
+        unit.to_unsharded()
+
+    def release(self, unit: Unit, may_have_changed: bool = True) -> None:
+        """Modules hold the sharded parameters again; the slot is free once compute has passed."""
+        unit.to_sharded(may_have_changed)
+        slot = unit.slot
+        if slot is not None and slot.holder is unit:
+            if unit.gather_pending:  # never used: later gathers are ordered on the same stream
+                unit.gather_pending = False
+            if unit.free_event is None:
+                unit.free_event = self.streams.new_event()
+            slot.free_event = self.streams.record_compute(unit.free_event)
+            slot.holder = None
+
+    def end_backward(self, unit: Unit) -> None:
+        """Ends the backward of a unit whose slot another one needs; the schedule knows how."""
+        raise NotImplementedError
