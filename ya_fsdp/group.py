@@ -153,7 +153,9 @@ class ParamGroup:
                 values = source._local_tensor.reshape(-1)
             else:
                 start, end = self.layout.owned(self.mesh_info.shard_rank, index)
-                values = source.detach().reshape(-1)[start:end]
+                # torch's distribute_tensor makes even shards of our placements: all ranks gather.
+                whole = source.full_tensor() if isinstance(source, DTensor) else source.detach()
+                values = whole.reshape(-1)[start:end]
             if values.device.type != "meta" and mine.device.type != "meta":
                 mine.view(-1).copy_(values)
 
