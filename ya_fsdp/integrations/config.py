@@ -197,7 +197,7 @@ def accelerate_config_file(environ: Mapping[str, str] | None = None) -> Path | N
     except OSError:
         return None
     words = raw.decode(errors="replace").split("\0")
-    if "launch" not in words or not any("accelerate" in word for word in words):
+    if not all(any(part in word for word in words) for part in ("accelerate", "launch")):
         return None
     for index, word in enumerate(words):
         if word == "--config_file" and index + 1 < len(words):
