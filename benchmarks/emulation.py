@@ -159,7 +159,8 @@ class EmulatedGroup(dist.ProcessGroup):
             return _DONE
         if not plan[0]:
             stream = torch._C._cuda_getCurrentRawStream(output.device.index)
-            kernels.load().copy(output.data_ptr(), source.data_ptr(), shard, stream)
+            if output.data_ptr() != source.data_ptr():
+                kernels.load().copy(output.data_ptr(), source.data_ptr(), shard, stream)
             return _DONE
         return self._launch(kernels.SCATTER, (output, source), (shard, total), plan[0], opts)
 
@@ -294,7 +295,7 @@ class EmulatedGroup(dist.ProcessGroup):
             kernels.load().run(
                 None, kernels.GATHER, addresses, (shard, output.nbytes), 0, _FILL_BLOCKS, stream
             )
-        else:
+        elif addresses[0] != addresses[1]:  # in place there is nothing to copy
             kernels.load().copy(*addresses, shard, stream)
         return _DONE
 
