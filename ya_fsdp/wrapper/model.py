@@ -221,6 +221,8 @@ class YaFSDP(nn.Module):
         first call on gradients are set on them, and not on the sharded parameters of
         :attr:`module`. Of a frozen model: its sharded parameters.
         """
+        if not recurse:
+            return  # the wrapper itself owns none
         if not self.is_trainable:
             yield from self._module.named_parameters(prefix, recurse, remove_duplicate)
             return
