@@ -94,7 +94,9 @@ class ParamGroup:
         Values are copied into the flat shard, and our own parameter objects stay registered, so
         that an optimizer built earlier keeps working.
         """
-        first = self.params[0].registered
+        first = self._first_loaded()
+        if first is None:
+            first = self.params[0].registered
         assert first is not None
         changed = first.dtype != self.master_shard.dtype or first.device != self.master_shard.device
         if changed:
@@ -109,6 +111,18 @@ class ParamGroup:
                     self._take(param, index, param.sharded)
             elif current is not None:
                 self._take(param, index, current)
+
+    def _first_loaded(self) -> Tensor | None:
+        """On meta: a parameter that ``load_state_dict(assign)`` has given values.
+
+        The modules of a list are loaded one after the other, in any order.
+        """
+        if not self.master_shard.is_meta:
+            return None
+        current = [param.registered for param in self.params]
+        return next(
+            (tensor for tensor in current if tensor is not None and not tensor.is_meta), None
+        )
 
     def _take(self, param: ShardedParam, index: int, source: Tensor) -> None:
         if tuple(source.shape) != tuple(param.shape):
@@ -132,7 +146,8 @@ class ParamGroup:
             assert current is not None
             mine = self.local_view(shard, index)
             self._copy_values(mine, current, index)
-            if isinstance(current, RaggedShardDTensor) and current.dtype == dtype:
+            fits = current.dtype == dtype and current.device == device
+            if isinstance(current, RaggedShardDTensor) and fits:
                 # The same object as before .to() in most cases, so optimizers go on with it.
                 current._local_tensor = mine
                 param.sharded = current
