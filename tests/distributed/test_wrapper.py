@@ -235,6 +235,7 @@ def gathered_gradients(model: YaFSDP) -> list[Tensor]:
     """Whole gradients in the order of the plain model's parameters, off the flat ones."""
     norms = {id(g) for g in state_of(model.module).unit.groups}
     flat = {name: p.grad for name, p in model.named_parameters()}
+    names = {id(p): name for name, p in model.module.named_parameters()}
     found: dict[str, Tensor] = {}
     index = {"main_parameter": 0, "layernorm_parameter": 0}
     for group in groups_of(model.module):
@@ -247,7 +248,9 @@ def gathered_gradients(model: YaFSDP) -> list[Tensor]:
         dist.all_gather(parts, grad)
         whole = torch.cat(parts)
         for param, span in zip(group.params, group.layout.spans, strict=True):
-            found[param.fqn] = whole[span.offset : span.offset + span.numel].view(param.shape)
+            found[names[id(param.sharded)]] = whole[span.offset : span.offset + span.numel].view(
+                param.shape
+            )
     return [found[name] for name, _ in Network().named_parameters()]
 
 

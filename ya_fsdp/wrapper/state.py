@@ -71,6 +71,7 @@ def sections(root: nn.Module) -> dict[str, list[ParamGroup]]:
 
 def describe(root: nn.Module, ranks: Ranks, public_name: Callable[[str], str]) -> dict[str, Any]:
     """What a rank's flat tensors consist of: plain numbers and names, alike on every rank."""
+    names = {id(param): name for name, param in root.named_parameters()}
     return {
         "format": FORMAT,
         "version": 1,
@@ -78,7 +79,7 @@ def describe(root: nn.Module, ranks: Ranks, public_name: Callable[[str], str]) -
         "sections": {
             name: [
                 {
-                    "fqns": [public_name(p.fqn) for p in group.params],
+                    "fqns": [public_name(names[id(p.sharded)]) for p in group.params],
                     "shapes": [list(p.shape) for p in group.params],
                     "offsets": [span.offset for span in group.layout.spans],
                     "shard_numel": group.layout.shard_numel,
