@@ -155,6 +155,7 @@ class GroupGradients:
         """Ends :meth:`open`; what was written counts as used."""
         self._used |= self.written
         self.written.clear()
+        self._watched.clear()
         self.target = None
 
     def watch(self, index: int) -> None:

@@ -159,7 +159,7 @@ class ShardedParam:
         shape: N-D shape of the whole parameter.
     """
 
-    __slots__ = ("_acc_node", "fqn", "grad", "shape", "sharded", "sites", "unsharded")
+    __slots__ = ("fqn", "grad", "shape", "sharded", "sites", "unsharded")
 
     def __init__(self, fqn: str, param: nn.Parameter, sites: list[Site]) -> None:
         self.fqn = fqn
@@ -168,7 +168,6 @@ class ShardedParam:
         self.sharded = param
         self.unsharded: nn.Parameter | None = None
         self.grad: Tensor | None = None
-        self._acc_node: Any = None
 
     def bind(self, view: Tensor) -> None:
         """Makes (or re-points) the unsharded parameter over ``view`` of a slot.
@@ -190,7 +189,6 @@ class ShardedParam:
                 self.unsharded.data = data
             else:
                 self.unsharded = None
-                self._acc_node = None
                 self.bind(view)
                 return
             self.unsharded.__class__ = ReleasedParameter
@@ -206,9 +204,11 @@ class ShardedParam:
         return {k: v for k, v in vars(self.sharded).items() if k not in OWN_ATTRIBUTES}
 
     def accumulate_node(self) -> Any:
-        """The autograd node that adds to the unsharded parameter's ``.grad``."""
-        if self._acc_node is None:
-            assert self.unsharded is not None
-            with torch.enable_grad():
-                self._acc_node = torch.autograd.graph.get_gradient_edge(self.unsharded).node
-        return self._acc_node
+        """The autograd node that adds to the unsharded parameter's ``.grad``.
+
+        Not kept: a node belongs to the stream it was made on, and one kept over steps would stay
+        on a stream that a graph capture can not use.
+        """
+        assert self.unsharded is not None
+        with torch.enable_grad():
+            return torch.autograd.graph.get_gradient_edge(self.unsharded).node
