@@ -10,21 +10,32 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+STAMP_HF := $(VENV)/.installed-hf
+ACCELERATE := 1.10.1 1.11.0 1.12.0 1.13.0 1.14.0 1.15.0
 # Read from the one file that has pins.
 TORCH := $(shell grep '^torch==' requirements-dev.txt)
 TESTS := tests/unit tests/distributed tests/integrations
 
-.PHONY: train test test-fast test-gpu lint format setup clean
+.PHONY: train test test-fast test-matrix test-gpu lint format setup clean
 .DEFAULT_GOAL := test
 
 train: setup
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc_per_node $(NPROC) examples/train_lm.py $(ARGS)
 
-test: setup
+test: setup $(STAMP_HF)
 	$(BIN)/python -m pytest $(TESTS) $(ARGS)
 
-test-fast: setup
+test-fast: setup $(STAMP_HF)
 	$(BIN)/python -m pytest $(TESTS) -m "not slow" $(ARGS)
+
+# For a nightly run: the tests of accelerate and the Trainer under every version of accelerate.
+test-matrix: setup $(STAMP_HF)
+	for version in $(ACCELERATE); do \
+		echo "accelerate $$version"; \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check accelerate==$$version && \
+		$(BIN)/python -m pytest tests/integrations -m "not slow" $(ARGS) || exit 1; \
+	done
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-hf.txt
 
 # The distributed tests once more over NCCL, all ranks on the first GPU.
 test-gpu: setup
@@ -49,6 +60,10 @@ $(STAMP): requirements-dev.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+$(STAMP_HF): requirements-hf.txt $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-hf.txt
 	touch $@
 
 clean:
