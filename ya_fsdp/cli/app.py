@@ -1,0 +1,61 @@
+"""What the command line offers, and how errors look there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .convert import ConversionError, convert_folder
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Tools beside the library.",
+)
+
+
+@app.callback()
+def tools() -> None:
+    """Tools beside the library."""
+
+
+@app.command()
+def convert(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="Folder with yafsdp_model_*.pt files, or of a distributed checkpoint with "
+            "flattened tensors."
+        ),
+    ],
+    output: Annotated[
+        Path,
+        typer.Argument(
+            help="What to write: a .safetensors or .pt file, or (any other name) the folder of a "
+            "distributed checkpoint."
+        ),
+    ],
+    shapes: Annotated[
+        Path | None,
+        typer.Option(
+            help="The parameters' shapes, for flattened distributed checkpoints: a .json file "
+            '{"name": [rows, columns]}, or a .safetensors or .pt file of the plain model.'
+        ),
+    ] = None,
+    model_parallel_rank: Annotated[
+        int | None,
+        typer.Option(help="Which tensor-parallel rank's parameters, if there are several."),
+    ] = None,
+) -> None:
+    """Converts a checkpoint of the original YaFSDP to whole tensors of their true shapes."""
+    try:
+        report = convert_folder(source, output, shapes, model_parallel_rank)
+    except ConversionError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+    typer.echo(f"{report.tensors} tensors, {report.elements:,} elements: {output}")
+    for name in report.left_flat:
+        typer.echo(f"left as it was, no shape is known for it: {name}", err=True)
