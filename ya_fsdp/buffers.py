@@ -51,19 +51,23 @@ class Slot:
             return self.buffer[offset : offset + numel * dtype.itemsize].view(dtype)
 
     @property
-    def resident(self) -> bool:
-        """Whether the bytes are allocated (see :meth:`free_storage`)."""
-        return self.buffer.untyped_storage().nbytes() >= self.num_bytes
+    def resident_bytes(self) -> int:
+        """Bytes that are allocated now (see :meth:`free_storage`)."""
+        return self.buffer.untyped_storage().nbytes()
 
     def free_storage(self) -> None:
         """Gives the bytes back to the allocator; views stay valid objects without memory."""
         self.buffer.untyped_storage().resize_(0)
         self.content = None
 
-    def alloc_storage(self) -> None:
-        """Takes the bytes again after :meth:`free_storage`; every earlier view sees them."""
-        if not self.resident:
-            self.buffer.untyped_storage().resize_(self.num_bytes)
+    def alloc_storage(self, num_bytes: int) -> None:
+        """Takes at least ``num_bytes`` again; every view within them sees them, contents are lost.
+
+        Freed first, so that the old bytes are neither copied nor alive beside the new ones.
+        """
+        if self.resident_bytes < num_bytes:
+            self.free_storage()
+            self.buffer.untyped_storage().resize_(num_bytes)
 
 
 @dataclass(frozen=True)

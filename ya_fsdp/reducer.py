@@ -168,16 +168,17 @@ class Reducer:
         free = [s for s in self.slots if s.holder is None]
         if len(self.slots) < self.num_buffers or not free:
             slot = Slot(self._slot_bytes, lambda n: self.collectives.allocate(n, group.device))
+            if not self.keep_buffers:
+                slot.free_storage()  # each unit takes what it needs
             self.slots.append(slot)
         else:
             slot = free[0]
             # The least recently used one comes first in the list.
             self.slots.remove(slot)
             self.slots.append(slot)
-        if not slot.resident:
-            slot.alloc_storage()
-            slot.content = None
+        # Ordered before a reallocation: the old bytes go back to the compute stream's pool.
         self.streams.compute_waits(slot.free_event)
+        slot.alloc_storage(unit.reduce_bytes)
         return slot
 
     def finish(self, units: Sequence[Unit]) -> None:

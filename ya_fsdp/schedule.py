@@ -204,6 +204,8 @@ class Schedule(Gathering):
         self._callback = weakref.ref(callback, self._backward_lost)
         _torch.queue_backward_callback(callback)
         self.streams.comm_waits_for_compute()
+        if self.carveout is not None:
+            self.carveout.begin()
 
     def _backward_lost(self, reference: weakref.ref[_EndOfBackward]) -> None:
         """Autograd dropped the callback unrun: what caught the exception finds a clean model."""
