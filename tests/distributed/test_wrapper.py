@@ -207,6 +207,22 @@ def change_weights_between_microbatches(rank: int, world: int) -> None:
             torch.testing.assert_close(loss_of(model, batch), loss_of(reference, batch))
 
 
+def call_the_model_itself(rank: int, world: int) -> None:
+    model, reference = wrap(network(), 2, 2), network()
+    parameters = list(model.parameters())
+    for micro in range(2):
+        loss_of(model, tokens(micro, rank)).backward()
+    with torch.no_grad():
+        for param in parameters + list(reference.parameters()):
+            param.data.mul_(0.5)  # what no version counter sees
+        batch = tokens(2, rank)
+        torch.testing.assert_close(loss_of(model.module, batch), loss_of(reference, batch))
+
+
+def test_the_wrapped_model_may_be_called_past_the_wrapper(world2: WorkerPool) -> None:
+    world2.run(call_the_model_itself)
+
+
 def test_weights_changed_between_microbatches_are_gathered_anew(world2: WorkerPool) -> None:
     world2.run(change_weights_between_microbatches)
 
@@ -316,10 +332,9 @@ def freeze(rank: int, world: int) -> None:
     logits = model(batch)
     assert not logits.requires_grad
     torch.testing.assert_close(logits, reference(batch), atol=0.02, rtol=0.02)
-    hidden = torch.randn(2, WIDTH, dtype=torch.bfloat16, requires_grad=True)
-    model.head.weight.requires_grad  # noqa: B018 (reading an attribute through the wrapper)
+    hidden = torch.randn(2, WIDTH, dtype=torch.bfloat16, device=test_device(), requires_grad=True)
     schedule = schedule_of(model.module)
-    model.module.head(hidden.to(test_device())).sum().backward()
+    model.module.head(hidden).sum().backward()
     assert hidden.grad is not None
     assert schedule.reducer.slots == []
     assert all(g.grads.shard._flat is None for g in groups_of(model.module))
@@ -419,8 +434,8 @@ def split_in_two(rank: int, world: int) -> None:
     data_rank, model_rank = divmod(rank, 2)
     split, data = model_groups[data_rank], data_groups[model_rank]
     torch.manual_seed(0)
-    reference = SplitNetwork()
-    model = SplitNetwork(split)
+    reference = SplitNetwork().to(test_device())
+    model = SplitNetwork(split).to(test_device())
     take_slice(reference, model, model_rank, 2)
     wrapped = YaFSDP(
         model,
@@ -436,12 +451,12 @@ def split_in_two(rank: int, world: int) -> None:
     )
     ours = torch.optim.SGD(wrapped.parameters(), lr=0.3)
     theirs = torch.optim.SGD(reference.parameters(), lr=0.3)
-    target = torch.randn(WIDTH, generator=torch.Generator().manual_seed(5))
+    target = torch.randn(WIDTH, generator=torch.Generator().manual_seed(5)).to(test_device())
     for step in range(10):
         for micro in range(2):
             for part in range(2):
                 generator = torch.Generator().manual_seed(100 * step + 10 * micro + part)
-                x = torch.randn(2, 4, WIDTH, generator=generator)
+                x = torch.randn(2, 4, WIDTH, generator=generator).to(test_device())
                 ((reference(x) - target).pow(2).mean() / 4).backward()
                 if part == data_rank:
                     own = x.chunk(2, 1)[model_rank]
@@ -457,7 +472,7 @@ def split_in_two(rank: int, world: int) -> None:
     assert bool(whole) == (data_rank == 0)
     for name, value in whole.items():
         expected = slice_of(name, dict(reference.named_parameters())[name], model_rank, 2)
-        torch.testing.assert_close(value, expected.detach(), atol=1e-5, rtol=1e-4, msg=name)
+        torch.testing.assert_close(value, expected.detach().cpu(), atol=1e-5, rtol=1e-4, msg=name)
 
 
 def test_norms_are_summed_over_a_tensor_parallel_group_of_two(world4: WorkerPool) -> None:

@@ -152,7 +152,10 @@ class YaFSDP(nn.Module):
         versions = _torch.versions_of(tuple(g.master_shard for g in groups_of(self._module)))
         schedule.weights_unchanged = self._backwards > 0 and versions == self._weights_gathered
         self._weights_gathered = versions
-        return self._module(*args, **kwargs)
+        try:
+            return self._module(*args, **kwargs)
+        finally:
+            schedule.weights_unchanged = False  # the model may be called without us
 
     def __getattr__(self, name: str) -> Any:
         """Attributes that the wrapper lacks are the model's."""
