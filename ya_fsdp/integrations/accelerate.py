@@ -229,9 +229,11 @@ class YaFSDPAccelerator(Accelerator):
 
     def _prepare_other(self, obj: Any) -> Any:
         if isinstance(obj, nn.Module):
-            # accelerate's double-wrap guard: a model that bears this mark is only registered.
+            # prepare_model would autocast it, and refuses FSDP2 before accelerate 1.14.
+            if not any(obj is known for known in self._models):
+                self._models.append(obj)
             obj.__dict__["_is_accelerate_prepared"] = True
-            return self.prepare_model(obj)
+            return obj
         if isinstance(obj, torch.utils.data.DataLoader):
             prepared = self.prepare_data_loader(obj)
         elif isinstance(obj, torch.optim.Optimizer):
