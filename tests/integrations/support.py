@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
 import os
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 VOCAB = 131
+
+
+def _version(package: str) -> tuple[int, ...]:
+    if importlib.util.find_spec(package) is None:
+        return (0, 0)
+    return tuple(int(n) for n in importlib.metadata.version(package).split(".")[:2])
+
+
+needs_sharded_optimizers = pytest.mark.skipif(
+    _version("accelerate") < (1, 13),
+    reason="accelerate before 1.13 can not load a sharded optimizer (huggingface/accelerate#3971)",
+)
 
 
 def foreign(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,9 @@ pytest.importorskip("accelerate", reason="the extra [accelerate] is not installe
 pytest.importorskip("transformers", reason="the extra [transformers] is not installed")
 
 from tests.harness import WorkerPool
-from tests.integrations.support import foreign, llama, tokens
+from tests.integrations.support import foreign, llama, needs_sharded_optimizers, tokens
 from ya_fsdp.integrations import YaFSDPConfig
 
-SHARDED = pytest.mark.skipif(
-    tuple(int(n) for n in importlib.metadata.version("accelerate").split(".")[:2]) < (1, 13),
-    reason="accelerate before 1.13 can not load a sharded optimizer (huggingface/accelerate#3971)",
-)
 STEPS, RESUMED, GLOBAL_BATCH = 4, 3, 12
 
 
@@ -141,7 +136,7 @@ def fsdp2(world2: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 @pytest.mark.parametrize(
-    "kind", ["FULL_STATE_DICT", pytest.param("SHARDED_STATE_DICT", marks=SHARDED)]
+    "kind", ["FULL_STATE_DICT", pytest.param("SHARDED_STATE_DICT", marks=needs_sharded_optimizers)]
 )
 def test_training_saving_and_resuming_equal_fsdp2(
     world2: WorkerPool, world3: WorkerPool, tmp_path: Path, fsdp2: dict[str, Any], kind: str

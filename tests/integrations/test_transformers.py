@@ -14,7 +14,14 @@ pytest.importorskip("accelerate", reason="the extra [accelerate] is not installe
 pytest.importorskip("transformers", reason="the extra [transformers] is not installed")
 
 from tests.harness import WorkerPool
-from tests.integrations.support import Rows, foreign, history, llama, tokens
+from tests.integrations.support import (
+    Rows,
+    foreign,
+    history,
+    llama,
+    needs_sharded_optimizers,
+    tokens,
+)
 
 OPTIONS: dict[str, Any] = {
     "max_steps": 6,
@@ -93,7 +100,9 @@ def fsdp2(world2: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> dict[
     return result
 
 
-@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+@pytest.mark.parametrize(
+    "kind", ["FULL_STATE_DICT", pytest.param("SHARDED_STATE_DICT", marks=needs_sharded_optimizers)]
+)
 def test_a_whole_run_equals_fsdp2_and_leaves_a_model_that_loads(
     world2: WorkerPool, tmp_path: Path, fsdp2: dict[str, Any], kind: str
 ) -> None:
