@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import torch
+
+from . import _torch
+from .agreement import Kind, Trail
 from .carveout import CarveOut
 from .collectives import Collectives
 from .pool import GatherPool
@@ -22,6 +26,7 @@ class Gathering:
         self.collectives = collectives
         self.pool = GatherPool(collectives)
         self.carveout: CarveOut | None = None
+        self.trail = Trail()
 
     def set_carveout(self, carveout: CarveOut | None) -> None:
         """Makes matrix products leave multiprocessors to collectives, or no longer."""
@@ -40,14 +45,21 @@ class Gathering:
         if slot.content is unit and slot.stamp == stamp:
             return
         slot.content = None
+        slot.stamp = -1  # an error below leaves the unit in the slot, but not its bytes
+        collectives = unit.collectives or self.collectives
+        if self.trail.debug:
+            self.trail.announce(unit, Kind.GATHER, collectives, self.streams)
         if not unit.switched:
             unit.readopt_if_replaced()
         self.streams.comm_waits(slot.free_event)
         slot.free_event = None
-        collectives = unit.collectives or self.collectives
-        with self.streams.on_comm():
-            for group in unit.groups:
-                group.gather(collectives)
+        try:
+            with self.streams.on_comm():
+                for group in unit.groups:
+                    group.gather(collectives)
+        except RuntimeError as error:
+            self.trail.fail(error, unit, "gathering")
+        self.trail.note(unit, Kind.GATHER, len(unit.groups))
         if unit.gather_event is None:
             unit.gather_event = self.streams.new_event()
         self.streams.record_comm(unit.gather_event)
@@ -71,10 +83,23 @@ class Gathering:
         if slot is not None and slot.holder is unit:
             if unit.gather_pending:  # never used: later gathers are ordered on the same stream
                 unit.gather_pending = False
+            if self.trail.debug:
+                self._poison(unit)
             if unit.free_event is None:
                 unit.free_event = self.streams.new_event()
             slot.free_event = self.streams.record_compute(unit.free_event)
             slot.holder = None
+
+    def _poison(self, unit: Unit) -> None:
+        """Whoever reads a released parameter without a check gets NaN, or an error of autograd."""
+        unit.mark_stale()
+        if unit.slot is not None:
+            unit.slot.content = None
+        with torch.no_grad(), _torch.without_torch_function():
+            for group in unit.groups:
+                output = group.gather_output
+                if output is not None and output.is_floating_point():
+                    output.fill_(float("nan"))
 
     def end_backward(self, unit: Unit) -> None:
         """Ends the backward of a unit whose slot another one needs; the schedule knows how."""

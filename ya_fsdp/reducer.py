@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import _torch
+from .agreement import NUM_MARKS, Kind, Trail, spread
 from .buffers import Slot, aligned
 from .collectives import Collectives
 from .gradients import ReduceInput
@@ -29,9 +30,10 @@ class Reducer:
         accumulating: Units that hold unreduced gradients of microbatches without communication.
     """
 
-    def __init__(self, streams: Streams, collectives: Collectives) -> None:
+    def __init__(self, streams: Streams, collectives: Collectives, trail: Trail) -> None:
         self.streams = streams
         self.collectives = collectives
+        self.trail = trail
         self.num_buffers = 2
         self.exchange_usage = True
         self.keep_buffers = not streams.asynchronous
@@ -89,6 +91,9 @@ class Reducer:
         if len(present) < len(unit.groups):
             groups = [g for g in unit.groups if g in present or g.grads.trainable]
         slot = self._open.pop(unit, None) or self._take_slot(groups[0], unit)
+        if self.trail.debug:
+            collectives = unit.collectives or self.collectives
+            self.trail.announce(unit, Kind.REDUCE, collectives, self.streams)
         inputs: list[Tensor] = []
         fresh: list[bool] = []
         for group, offset in zip(unit.groups, offsets(unit), strict=True):
@@ -102,9 +107,13 @@ class Reducer:
         )
         self.streams.comm_waits(self._ready_event)
         collectives = unit.collectives or self.collectives
-        with self.streams.on_comm(), torch.no_grad():
-            for group, reduce_input, is_fresh in zip(groups, inputs, fresh, strict=True):
-                group.grads.reduce(reduce_input, is_fresh, collectives)
+        try:
+            with self.streams.on_comm(), torch.no_grad():
+                for group, reduce_input, is_fresh in zip(groups, inputs, fresh, strict=True):
+                    group.grads.reduce(reduce_input, is_fresh, collectives)
+        except RuntimeError as error:
+            self.trail.fail(error, unit, "reducing the gradients of")
+        self.trail.note(unit, Kind.REDUCE, len(groups))
         slot.free_event = self.streams.record_comm(slot.free_event or self.streams.new_event())
         slot.holder = None
         for group in groups:
@@ -223,28 +232,37 @@ class Reducer:
         for key, (info, groups) in by_ranks.items():
             if info.shard_size * info.replicate_size == 1:
                 continue
-            self._exchange_on(key, info, groups)
+            marks = self._marks(groups, info, units)
+            self._exchange_on(key, info, groups, marks)
 
-    def _exchange_on(self, key: tuple[int, int], info: MeshInfo, groups: list[ParamGroup]) -> None:
-        count = sum(len(g.params) for g in groups)
+    def _marks(self, groups: list[ParamGroup], info: MeshInfo, units: Sequence[Unit]) -> list[int]:
+        if _torch.is_capturing(groups[0].device):
+            return []
+        return self.trail.due(info, units)
+
+    def _exchange_on(
+        self, key: tuple[int, int], info: MeshInfo, groups: list[ParamGroup], marks: list[int]
+    ) -> None:
+        count = sum(len(g.params) for g in groups) + NUM_MARKS
         complete = not any(g.grads.unresolved for g in groups)
         flags = self._flags.get(key)
         if flags is None or flags.numel() != count:
             flags = torch.ones(count, dtype=torch.int32, device=groups[0].device)
             self._flags[key] = flags
-        if not complete:
+        if not complete or marks:
             values = [
                 int(i not in g.grads.unresolved) for g in groups for i in range(len(g.params))
             ]
-            flags = torch.tensor(values, dtype=torch.int32).to(groups[0].device)
+            flags = torch.tensor(values + (marks or [0] * NUM_MARKS), dtype=torch.int32).to(
+                groups[0].device
+            )
             self._in_flight.append(flags)
         self.streams.comm_waits_for_compute()
-        with self.streams.on_comm():
-            if info.shard_size > 1:
-                self.collectives.all_reduce(flags, "max", info.shard_group)
-            if info.replicate_group is not None and info.replicate_size > 1:
-                self.collectives.all_reduce(flags, "max", info.replicate_group)
-        if complete:
+        try:
+            self._all_reduce_flags(flags, info, bool(marks))
+        except RuntimeError as error:
+            self.trail.fail(error, None, "asking which parameters were used, after a backward pass")
+        if complete and not marks:
             return
         if _torch.is_capturing(groups[0].device):
             names = [g.params[i].fqn for g in groups for i in g.grads.unresolved]
@@ -259,6 +277,8 @@ class Reducer:
         for group in groups:
             for index in group.grads.unresolved:
                 if used[position + index]:
+        if marks:
+            self.trail.compare(used[-4:], info, self.collectives, self.streams)
                     group.grads.resolve(index)
             group.grads.unresolved = []
             position += len(group.params)
@@ -267,6 +287,15 @@ class Reducer:
 def offsets(unit: Unit) -> list[int]:
     """Bytes at which each of a unit's groups starts in a gradient slot."""
     starts = [0]
+    def _all_reduce_flags(self, flags: Tensor, info: MeshInfo, has_marks: bool) -> None:
+        with self.streams.on_comm():
+            if info.shard_size > 1:
+                self.collectives.all_reduce(flags, "max", info.shard_group)
+            if has_marks:
+                spread(flags)
+            if info.replicate_group is not None and info.replicate_size > 1:
+                self.collectives.all_reduce(flags, "max", info.replicate_group)
+
     for group in unit.groups:
         starts.append(starts[-1] + aligned(group.reduce_bytes))
     return starts[:-1]

@@ -45,7 +45,7 @@ class Schedule(Gathering):
         super().__init__(streams, collectives)
         self.units = units
         self.is_orphanage = is_orphanage
-        self.reducer = Reducer(streams, collectives)
+        self.reducer = Reducer(streams, collectives, self.trail)
         self.stamp = 0
         self.open_calls = 0
         self.order: list[Unit] = []

@@ -75,6 +75,8 @@ class Unit:
         self.depth = 0
         self.fused = False
         self.index = 0
+        self.mark = 0  # see agreement.mark_of
+        self.marked_as = ""
         self.forward_stamp = -1
         self.gather_event: Any = None
         self.gather_pending = False
