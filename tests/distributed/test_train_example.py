@@ -22,6 +22,8 @@ TINY = shlex.split(
 )
 SHORT = shlex.split("--lr 1e-2 --validate-every 20 --device cpu --sample 8")
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
