@@ -71,6 +71,16 @@ def reduce_scatter_flat(output: Tensor, input: Tensor, op: Any, group: dist.Proc
         work.wait()
 
 
+_EXCHANGE_OPTIONS = _options(dist.distributed_c10d.AllToAllOptions)
+
+
+def all_to_all_flat(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:
+    """Flat all-to-all of even parts on the current stream; see :func:`all_gather_flat`."""
+    work = group.alltoall_base(output, input, [], [], _EXCHANGE_OPTIONS)
+    if work is not None:
+        work.wait()
+
+
 def current_stream_id(device: torch.device) -> int:
     """A number for the current stream; the public call makes a stream object (1 us) each time."""
     if device.type == "cuda":

@@ -30,12 +30,32 @@ class Slot:
     Args:
         num_bytes: Size of the buffer.
         allocate: Makes a flat ``uint8`` tensor of that many bytes.
+        maker: Whose ``allocate`` that is; units of another maker do not use the slot.
+        fixed: Whether the maker needs the memory to stay where it is.
     """
 
-    __slots__ = ("buffer", "content", "free_event", "holder", "num_bytes", "stamp", "views")
+    __slots__ = (
+        "buffer",
+        "content",
+        "fixed",
+        "free_event",
+        "holder",
+        "maker",
+        "num_bytes",
+        "stamp",
+        "views",
+    )
 
-    def __init__(self, num_bytes: int, allocate: Callable[[int], Tensor]) -> None:
+    def __init__(
+        self,
+        num_bytes: int,
+        allocate: Callable[[int], Tensor],
+        maker: Any = None,
+        fixed: bool = False,
+    ) -> None:
         self.num_bytes = num_bytes
+        self.maker = maker
+        self.fixed = fixed
         # Inference tensors could not be written by a later training step.
         with torch.inference_mode(False):
             self.buffer = allocate(num_bytes)
@@ -57,6 +77,8 @@ class Slot:
 
     def free_storage(self) -> None:
         """Gives the bytes back to the allocator; views stay valid objects without memory."""
+        if self.fixed:
+            return
         self.buffer.untyped_storage().resize_(0)
         self.content = None
 
@@ -79,11 +101,13 @@ class SlotRequest:
         depth: Number of managed ancestors that own parameters. Units of different depth are alive
             at the same time, so they never share a slot.
         exclusive: Whether the unit stays gathered from forward to backward.
+        maker: Number of the memory's maker; units of different makers never share a slot.
     """
 
     num_bytes: int
     depth: int
     exclusive: bool
+    maker: int = 0
 
 
 def assign_slots(requests: Sequence[SlotRequest], slots_per_depth: int) -> list[int]:
@@ -100,19 +124,20 @@ def assign_slots(requests: Sequence[SlotRequest], slots_per_depth: int) -> list[
         The slot index of every unit, numbered from 0 without gaps.
     """
     next_slot = 0
-    shared: dict[int, list[int]] = {}
-    turns: dict[int, int] = {}
+    shared: dict[tuple[int, int], list[int]] = {}
+    turns: dict[tuple[int, int], int] = {}
     result: list[int] = []
     for request in requests:
-        ring = shared.setdefault(request.depth, [])
+        kind = (request.depth, request.maker)
+        ring = shared.setdefault(kind, [])
         if request.exclusive or len(ring) < slots_per_depth:
             slot, next_slot = next_slot, next_slot + 1
             if not request.exclusive:
                 ring.append(slot)
-                turns[request.depth] = 0
+                turns[kind] = 0
         else:
-            slot = ring[turns[request.depth] % len(ring)]
-            turns[request.depth] += 1
+            slot = ring[turns[kind] % len(ring)]
+            turns[kind] += 1
         result.append(slot)
     return result
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .collectives import C10dCollectives, Collectives
+from .collectives import default_collectives
 from .group import ParamGroup
 from .layout import Granularity, ShardLayout, choose_blocks, group_alignment, plan_layout
 from .mesh import MeshInfo
@@ -296,8 +296,3 @@ def _leave(schedule: Schedule, unit: Unit) -> None:
     if unit.phase is not Phase.IDLE:
         raise RuntimeError(f"unit '{unit.fqn}' is running and can not get a new root now")
     schedule.remove_unit(unit)
-
-
-def default_collectives() -> Collectives:
-    """The back end used when the user chose none."""
-    return C10dCollectives()

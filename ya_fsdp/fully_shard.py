@@ -23,11 +23,12 @@ from .build import (
     move_buffers,
     state_of,
 )
+from .collectives import Collectives, check_collectives
 from .fused_linear import fuse_linears
 from .mesh import MeshInfo
 from .module import YaFSDPModule, sharded_class
 from .precision import MixedPrecisionPolicy
-from .unit import Unit
+from .unit import Unit, use_collectives
 
 M = TypeVar("M", bound=nn.Module)
 DEFAULT_POLICY = MixedPrecisionPolicy()
@@ -44,6 +45,7 @@ def fully_shard(
     shard_alignment: int | None = ...,
     granularity: GranularityOption = ...,
     fused_weight_gradients: bool = ...,
+    collectives: Collectives | None = ...,
 ) -> M: ...
 @overload
 def fully_shard(
@@ -56,6 +58,7 @@ def fully_shard(
     shard_alignment: int | None = ...,
     granularity: GranularityOption = ...,
     fused_weight_gradients: bool = ...,
+    collectives: Collectives | None = ...,
 ) -> list[nn.Module]: ...
 def fully_shard(
     module: Any,
@@ -67,6 +70,7 @@ def fully_shard(
     shard_alignment: int | None = None,
     granularity: GranularityOption = "auto",
     fused_weight_gradients: bool = False,
+    collectives: Collectives | None = None,
 ) -> Any:
     """Shards a module's parameters, gradients and optimizer state over ranks, in place.
 
@@ -101,6 +105,8 @@ def fully_shard(
             gradient into the gradient buffer in the reduce dtype: no gradient tensor, no copy, no
             16-bit rounding before a 32-bit sum. Costs host time per layer (a Python autograd
             function) and holds a gradient buffer during a unit's whole backward.
+        collectives: What this call's parameters are gathered and reduced with; ``None``: the
+            process groups of the mesh. See :class:`ya_fsdp.collectives.Collectives`.
 
     Returns:
         The same module (or list), now also a :class:`YaFSDPModule`.
@@ -115,6 +121,7 @@ def fully_shard(
     _check_reshard(reshard_after_forward)
     policy = _check_policy(mp_policy)
     _check_alignment(shard_alignment)
+    check_collectives(collectives)
     mesh = _check_mesh(mesh)
     ignored = _check_ignored(ignored_params)
     device = _device_of(mesh)
@@ -126,6 +133,7 @@ def fully_shard(
     move_buffers(managed, device)
     unit = Unit("", groups, policy)
     unit.fqn = type(modules[0]).__name__
+    use_collectives([unit], collectives)
     unit.reshard_after_forward = reshard_after_forward is not False
     if fused_weight_gradients:
         unit.fused = fuse_linears(managed, groups) > 0

@@ -49,7 +49,8 @@ class GroupGradients:
     Attributes:
         unsharded: The group's unsharded parameters, in order; autograd writes their ``.grad``.
         accumulator: Whole-group gradients in the reduce dtype while communication is off.
-        partial: This rank's sums over the shard axis while those over the replicate axis are off.
+        partial: This rank's sums over the shard axis, in the dtype they were made in, while those
+            over the replicate axis are off.
         unresolved: Parameters that got no gradient here in the last reduction; whether another
             rank had one is known after the usage exchange at the end of the backward.
         fused: Whether backward products write gradients into ``target`` themselves.
@@ -76,7 +77,7 @@ class GroupGradients:
     _done: set[int] = field(default_factory=set)
     _watched: dict[int, Any] = field(default_factory=dict)
     _used: set[int] = field(default_factory=set)
-    _cached_factors: tuple[tuple[int, float | None, bool], DivideFactors] | None = None
+    _cached_factors: tuple[tuple[Collectives, float | None, bool], DivideFactors] | None = None
 
     def __post_init__(self) -> None:
         self.shard = GradShard(self.params, self.layout, self.mesh_info)
@@ -171,8 +172,6 @@ class GroupGradients:
         self.shard.forget()
         if self.accumulator is not None:
             self.accumulator = self.accumulator.to(dtypes.reduce)
-        if self.partial is not None:
-            self.partial = self.partial.to(dtypes.reduce)
 
     def accumulate(self, device: torch.device) -> None:
         """Adds this backward's gradients to the whole-group accumulator (no communication)."""
@@ -252,19 +251,25 @@ class GroupGradients:
         factors = self._factors(collectives)
         size = self.layout.shard_numel
         own = reduce_input[info.shard_rank * size : (info.shard_rank + 1) * size]
-        direct = fresh and self.dtypes.reduce == self.dtypes.master and not self._stays_partial
-        out = self.shard.flat if direct else own
+        wide = self._sum_dtype(collectives)
+        direct = fresh and wide == self.dtypes.master and not self._stays_partial
+        if direct:
+            out = self.shard.flat
+        elif wide == own.dtype:
+            out = own
+        else:
+            out = torch.empty_like(own, dtype=wide)
         if factors.pre != 1.0:
             reduce_input.div_(factors.pre)
         if info.shard_size > 1:
             collectives.reduce_scatter(out, reduce_input, factors.average, info.shard_group)
-        elif direct:
+        elif out is not own:
             out.copy_(own)
         if self.partial is not None:
             out.add_(self.partial)
             self.partial = None
         if self._stays_partial:
-            self.partial = own.clone()
+            self.partial = out.clone() if out is own else out
             return
         if info.replicate_group is not None:
             op = "avg" if factors.average else "sum"
@@ -273,9 +278,15 @@ class GroupGradients:
             out.div_(factors.post)
         if not direct:
             if fresh:
-                self.shard.flat.copy_(own)
+                self.shard.flat.copy_(out)
             else:
-                self.shard.flat.add_(own)
+                self.shard.flat.add_(out)
+
+    def _sum_dtype(self, collectives: Collectives) -> torch.dtype:
+        """Dtype of the sums over ranks: the reduce dtype, or a wider one where it is offered."""
+        if self.mesh_info.shard_size == 1:
+            return self.dtypes.reduce
+        return collectives.accumulation_dtype(self.dtypes.reduce)
 
     @property
     def _stays_partial(self) -> bool:
@@ -284,12 +295,12 @@ class GroupGradients:
 
     def _factors(self, collectives: Collectives) -> DivideFactors:
         info, options = self.mesh_info, self.options
-        key = (id(collectives), options.divide_factor, options.force_sum)
+        key = (collectives, options.divide_factor, options.force_sum)
         if self._cached_factors is None or self._cached_factors[0] != key:
             supported = collectives.supports_average(info.shard_group, self.dtypes.reduce)
             factors = divide_factors(
                 info.shard_size * info.replicate_size,
-                self.dtypes.reduce,
+                self._sum_dtype(collectives),
                 factor=options.divide_factor,
                 average_supported=supported,
                 force_sum=options.force_sum,

@@ -12,8 +12,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from . import _torch, hooks
 from .build import ModuleState, schedule_of, state_of
+from .collectives import Collectives, check_collectives
 from .schedule import Schedule
-from .unit import Unit
+from .unit import Unit, use_collectives
 
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
@@ -197,6 +198,12 @@ class YaFSDPModule(FSDPModule):
     def set_post_optim_event(self, event: Any) -> None:
         """The next forward's gathers wait for this event instead of the whole current stream."""
         schedule_of(cast(nn.Module, self)).post_optim_event = event
+
+    def set_collectives(self, collectives: Collectives | None, recurse: bool = True) -> None:
+        """Communicates through another library from the next forward on; ``None``: the default."""
+        check_collectives(collectives)
+        use_collectives(list(self._ya_managed(recurse)), collectives)
+        self._ya_slots_changed()
 
     # ---- not offered ---------------------------------------------------------------------------
 

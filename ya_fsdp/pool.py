@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
+
 from .buffers import Slot, SlotRequest, assign_slots, slot_sizes
-from .collectives import Collectives
+from .collectives import Collectives, Purpose, allocator_of
 from .unit import Phase, Unit
+
+
+def new_slot(size: int, device: torch.device, collectives: Collectives, purpose: Purpose) -> Slot:
+    """A slot in memory of a back end."""
+    maker = allocator_of(collectives)
+    return Slot(size, lambda n: maker.allocate(n, device, purpose), maker, maker.keeps_memory)
 
 
 class GatherPool:
@@ -46,16 +54,20 @@ class GatherPool:
             if unit.slot is not None and unit.slot.holder is unit:
                 unit.slot.holder = None
             unit.gather_pending = False
+        makers = [allocator_of(u.collectives or self.collectives) for u in units]
         requests = [
-            SlotRequest(u.gather_bytes, u.depth, not u.reshard_after_forward) for u in units
+            SlotRequest(u.gather_bytes, u.depth, not u.reshard_after_forward, id(maker))
+            for u, maker in zip(units, makers, strict=True)
         ]
         assignment = assign_slots(requests, self.num_buffers)
         kept = list(self.slots)
         slots: list[Slot] = []
-        for size in slot_sizes(requests, assignment):
-            fitting = next((s for s in kept if s.num_bytes == size), None)
+        for index, size in enumerate(slot_sizes(requests, assignment)):
+            first = assignment.index(index)
+            maker = makers[first]
+            fitting = next((s for s in kept if s.num_bytes == size and s.maker is maker), None)
             if fitting is None:
-                fitting = self._new_slot(size, units[0])
+                fitting = self._new_slot(size, units[first])
             else:
                 kept.remove(fitting)
                 fitting.holder = fitting.content = fitting.free_event = None
@@ -67,9 +79,7 @@ class GatherPool:
         self.dirty = False
 
     def _new_slot(self, size: int, unit: Unit) -> Slot:
-        device = unit.groups[0].device
-        collectives = unit.collectives or self.collectives
-        return Slot(size, lambda n: collectives.allocate(n, device))
+        return new_slot(size, unit.groups[0].device, unit.collectives or self.collectives, "gather")
 
     def claim(self, unit: Unit, end_backward: Callable[[Unit], None]) -> Slot:
         """Takes the unit's slot from whoever holds it without computing in it.

@@ -25,8 +25,9 @@ class MixedPrecisionPolicy(fsdp.MixedPrecisionPolicy):
         reduce_dtype: Dtype of the gradient reduction. ``None``: the dtype of computation.
         output_dtype: Floating-point outputs of forward are cast to it. ``None``: left alone.
         cast_forward_inputs: Whether floating-point inputs of forward are cast to ``param_dtype``.
-        bit32_acc_for_bit16_reduce_scatter: Accumulate a 16-bit reduce-scatter in fp32. Not
-            available yet: only ``False`` is accepted.
+        bit32_acc_for_bit16_reduce_scatter: Sum a 16-bit reduce-scatter in fp32: ranks exchange
+            unsummed 16-bit gradients, as many bytes as before, and add them up in fp32. Changes
+            nothing where the reduce dtype has other than 16 bits.
         all_gather_dtype_to_param_cls: For each dtype of the all-gather, the tensor subclass of the
             parameters gathered in it. Not available yet: only ``None`` is accepted.
 
@@ -49,11 +50,6 @@ class MixedPrecisionPolicy(fsdp.MixedPrecisionPolicy):
         for name in ("cast_forward_inputs", "bit32_acc_for_bit16_reduce_scatter"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
-        if self.bit32_acc_for_bit16_reduce_scatter:
-            raise NotImplementedError(
-                "bit32_acc_for_bit16_reduce_scatter=True is not available yet; "
-                "reduce_dtype=torch.float32 accumulates in fp32"
-            )
         if self.all_gather_dtype_to_param_cls is not None:
             raise NotImplementedError(
                 "all_gather_dtype_to_param_cls is not available yet; it must be None, "

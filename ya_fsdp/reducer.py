@@ -11,10 +11,11 @@ from torch import Tensor
 from . import _torch
 from .agreement import NUM_MARKS, Kind, Trail, spread
 from .buffers import Slot, aligned
-from .collectives import Collectives
+from .collectives import Collectives, allocator_of
 from .gradients import ReduceInput
 from .group import ParamGroup
 from .mesh import MeshInfo
+from .pool import new_slot
 from .streams import Streams
 from .unit import Unit
 
@@ -32,8 +33,8 @@ class Reducer:
 
     def __init__(self, streams: Streams, collectives: Collectives, trail: Trail) -> None:
         self.streams = streams
-        self.collectives = collectives
         self.trail = trail
+        self.collectives = collectives
         self.num_buffers = 2
         self.exchange_usage = True
         self.keep_buffers = not streams.asynchronous
@@ -90,10 +91,10 @@ class Reducer:
         groups = present
         if len(present) < len(unit.groups):
             groups = [g for g in unit.groups if g in present or g.grads.trainable]
-        slot = self._open.pop(unit, None) or self._take_slot(groups[0], unit)
         if self.trail.debug:
             collectives = unit.collectives or self.collectives
             self.trail.announce(unit, Kind.REDUCE, collectives, self.streams)
+        slot = self._open.pop(unit, None) or self._take_slot(groups[0], unit)
         inputs: list[Tensor] = []
         fresh: list[bool] = []
         for group, offset in zip(unit.groups, offsets(unit), strict=True):
@@ -174,9 +175,12 @@ class Reducer:
             return target.flat
 
     def _take_slot(self, group: ParamGroup, unit: Unit) -> Slot:
-        free = [s for s in self.slots if s.holder is None]
-        if len(self.slots) < self.num_buffers or not free:
-            slot = Slot(self._slot_bytes, lambda n: self.collectives.allocate(n, group.device))
+        collectives = unit.collectives or self.collectives
+        maker = allocator_of(collectives)
+        mine = [s for s in self.slots if s.maker is maker]
+        free = [s for s in mine if s.holder is None]
+        if len(mine) < self.num_buffers or not free:
+            slot = new_slot(self._slot_bytes, group.device, collectives, "reduce")
             if not self.keep_buffers:
                 slot.free_storage()  # each unit takes what it needs
             self.slots.append(slot)
@@ -273,20 +277,16 @@ class Reducer:
             )
         self.streams.compute_waits_for_comm()
         used = flags.tolist()
+        if marks:
+            self.trail.compare(used[-4:], info, self.collectives, self.streams)
         position = 0
         for group in groups:
             for index in group.grads.unresolved:
                 if used[position + index]:
-        if marks:
-            self.trail.compare(used[-4:], info, self.collectives, self.streams)
                     group.grads.resolve(index)
             group.grads.unresolved = []
             position += len(group.params)
 
-
-def offsets(unit: Unit) -> list[int]:
-    """Bytes at which each of a unit's groups starts in a gradient slot."""
-    starts = [0]
     def _all_reduce_flags(self, flags: Tensor, info: MeshInfo, has_marks: bool) -> None:
         with self.streams.on_comm():
             if info.shard_size > 1:
@@ -296,6 +296,10 @@ def offsets(unit: Unit) -> list[int]:
             if info.replicate_group is not None and info.replicate_size > 1:
                 self.collectives.all_reduce(flags, "max", info.replicate_group)
 
+
+def offsets(unit: Unit) -> list[int]:
+    """Bytes at which each of a unit's groups starts in a gradient slot."""
+    starts = [0]
     for group in unit.groups:
         starts.append(starts[-1] + aligned(group.reduce_bytes))
     return starts[:-1]

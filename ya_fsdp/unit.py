@@ -8,7 +8,7 @@ from typing import Any
 
 from . import _torch
 from .buffers import Slot, aligned
-from .collectives import Collectives
+from .collectives import Collectives, default_collectives, fp32_accumulating
 from .group import ParamGroup
 from .precision import MixedPrecisionPolicy
 
@@ -159,6 +159,25 @@ class Unit:
         for group in self.groups:
             if group.replaced():
                 group.readopt()
+
+
+def use_collectives(units: Sequence[Unit], collectives: Collectives | None) -> None:
+    """Lets units communicate through ``collectives`` (``None``: the root's) as their policies ask.
+
+    Raises:
+        RuntimeError: If a unit is in use or owes a backward, which needs its buffer; nothing is
+            changed then.
+    """
+    for unit in units:
+        if unit.in_use or unit.pending_backward:
+            raise RuntimeError(
+                f"unit '{unit.fqn}' is in use; set collectives between steps, not between forward "
+                "and backward or after unshard()"
+            )
+    for unit in units:
+        unit.collectives = collectives
+        if unit.policy.bit32_acc_for_bit16_reduce_scatter:
+            unit.collectives = fp32_accumulating(collectives or default_collectives())
 
 
 def refuse_left_behind(units: Sequence[Unit]) -> None:

@@ -360,8 +360,6 @@ def test_quiet_microbatches_survive_a_conversion(world2: WorkerPool) -> None:
 
 
 def unsupported(rank: int, world: int) -> None:
-    with pytest.raises(NotImplementedError, match="bit32_acc_for_bit16_reduce_scatter"):
-        MixedPrecisionPolicy(reduce_dtype=BF16, bit32_acc_for_bit16_reduce_scatter=True)
     with pytest.raises(ValueError, match="floating-point"):
         MixedPrecisionPolicy(param_dtype=torch.int8)
     with pytest.raises(TypeError, match="mp_policy"):

@@ -715,13 +715,6 @@ def refuse(rank: int, world: int) -> None:
         with pytest.raises(error, match=message):
             wrap(model, **options)
         assert not isinstance(model, YaFSDPModule), "nothing was changed"
-    with pytest.raises(NotImplementedError, match="bit32_acc_for_bit16_reduce_scatter"):
-        wrap(
-            network(),
-            param_dtype=torch.bfloat16,
-            bit16_reduce_scatter=True,
-            bit32_acc_for_bit16_reduce_scatter=True,
-        )
     ignored = wrap(network(), bit32_acc_for_bit16_reduce_scatter=True, use_yccl_padding=True)
     assert {g.dtypes.reduce for g in groups_of(ignored.module)} == {torch.float32}
 

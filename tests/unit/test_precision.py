@@ -95,11 +95,7 @@ def test_the_policy_cannot_be_changed_after_it_was_made() -> None:
         ({"reduce_dtype": torch.int32}, ValueError, "reduce_dtype must be .* got torch.int32"),
         ({"output_dtype": torch.complex64}, ValueError, "output_dtype must be .* torch.complex64"),
         ({"cast_forward_inputs": 1}, TypeError, "cast_forward_inputs must be a bool, got 1"),
-        (
-            {"bit32_acc_for_bit16_reduce_scatter": True},
-            NotImplementedError,
-            "bit32_acc_for_bit16_reduce_scatter=True is not available yet",
-        ),
+        ({"bit32_acc_for_bit16_reduce_scatter": 1}, TypeError, "must be a bool, got 1"),
         (
             {"all_gather_dtype_to_param_cls": {}},
             NotImplementedError,

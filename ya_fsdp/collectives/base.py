@@ -1,13 +1,20 @@
-"""The protocol every communication back end fulfils, and the arithmetic of averaging."""
+"""The protocol every communication back end fulfils, and the arithmetic of averaging.
+
+Who brings a back end of their own writes a class with the members of :class:`Collectives` (there
+is nothing to inherit from) and passes an instance to ``fully_shard(..., collectives=...)`` or to
+``YaFSDPModule.set_collectives``. ``tests/distributed/test_collectives_contract.py`` runs for any.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+Purpose = Literal["gather", "reduce"]
 
 
 class Collectives(Protocol):
@@ -15,13 +22,33 @@ class Collectives(Protocol):
 
     Every method returns when the operation is ordered on the current stream (CPU: when it is
     done). ``input`` of :meth:`all_gather` may be this rank's slice of ``output``, and ``output``
-    of :meth:`reduce_scatter` this rank's slice of ``input``.
+    of :meth:`reduce_scatter` this rank's slice of ``input``. Tensors are contiguous and have the
+    group's number of ranks times the same number of elements, or that number. All ranks call the
+    same methods with the same shapes and dtypes in the same order.
+
+    One that wraps another keeps it as ``inner``; memory then comes from the innermost one.
+
+    Attributes:
+        name: For messages and logs.
+        keeps_memory: Whether the library holds on to what :meth:`allocate` returns (registered
+            memory), so that a buffer must neither shrink nor be made anew between steps.
     """
 
     name: str
+    keeps_memory: bool
 
-    def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
-        """A flat ``uint8`` buffer from which gather and reduce slots are cut."""
+    def allocate(self, num_bytes: int, device: torch.device, purpose: Purpose) -> Tensor:
+        """A flat ``uint8`` buffer of a slot; what it holds at first does not matter.
+
+        Tensors given to the other methods are views of such buffers in most calls, not in all:
+        gradients of several microbatches are summed outside them.
+
+        Args:
+            num_bytes: Size, a multiple of 256.
+            device: Where the parameters are.
+            purpose: ``"gather"`` for outputs of :meth:`all_gather` (its input lies in them),
+                ``"reduce"`` for inputs of :meth:`reduce_scatter` (its output may lie in them).
+        """
 
     def all_gather(self, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:
         """Fills ``output`` (world size times ``input``) with every rank's ``input`` in order."""
@@ -29,13 +56,62 @@ class Collectives(Protocol):
     def reduce_scatter(
         self, output: Tensor, input: Tensor, average: bool, group: dist.ProcessGroup
     ) -> None:
-        """Sums (or averages) ``input`` over ranks and leaves this rank's slice in ``output``."""
+        """Sums (or averages) ``input`` over ranks and leaves this rank's slice in ``output``.
+
+        ``output`` has the dtype of ``input`` or the one that :meth:`accumulation_dtype` names for
+        it. ``input`` may be overwritten.
+        """
 
     def all_reduce(self, tensor: Tensor, op: str, group: dist.ProcessGroup) -> None:
-        """Reduces ``tensor`` in place; ``op`` is ``"sum"``, ``"avg"`` or ``"max"``."""
+        """Reduces ``tensor`` in place; ``op`` is ``"sum"``, ``"avg"`` or ``"max"``.
+
+        ``"avg"`` is asked for only where :meth:`supports_average` says so.
+        """
 
     def supports_average(self, group: dist.ProcessGroup, dtype: torch.dtype) -> bool:
-        """Whether ``average=True`` is offered for this group and dtype."""
+        """Whether averages are offered for this group and (reduce-scatter's input) dtype."""
+
+    def accumulation_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Dtype in which :meth:`reduce_scatter` sums inputs of ``dtype`` and may write the sum.
+
+        ``dtype`` itself for a library that rounds every partial sum to it.
+        """
+
+
+def allocator_of(collectives: Collectives) -> Collectives:
+    """Who makes the memory: the innermost back end of one that wraps another as ``inner``."""
+    while (inner := getattr(collectives, "inner", None)) is not None:
+        collectives = inner
+    return collectives
+
+
+_MEMBERS = (
+    "name",
+    "keeps_memory",
+    "allocate",
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "supports_average",
+    "accumulation_dtype",
+)
+
+
+def check_collectives(collectives: Any) -> None:
+    """Refuses what lacks a member of the protocol, before anything depends on it.
+
+    Raises:
+        TypeError: Names what is missing.
+    """
+    if collectives is None:
+        return
+    missing = [name for name in _MEMBERS if not hasattr(collectives, name)]
+    if missing or isinstance(collectives, type):
+        lacks = f"; it lacks {', '.join(missing)}" if missing else "; that is a class"
+        raise TypeError(
+            f"collectives must be an object with the members of ya_fsdp.collectives.Collectives, "
+            f"got {collectives!r}{lacks}"
+        )
 
 
 @dataclass(frozen=True)
@@ -65,7 +141,7 @@ def divide_factors(
 
     Args:
         world_size: Ranks whose gradients are summed.
-        dtype: Dtype on the wire.
+        dtype: Dtype in which they are summed.
         factor: Divide by this instead of ``world_size``.
         average_supported: Whether the back end offers an exact average.
         force_sum: Use a plain sum on the wire whatever the back end offers.

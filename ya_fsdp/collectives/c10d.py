@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch
+from .base import Purpose
 
 _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
 
@@ -15,8 +16,9 @@ class C10dCollectives:
     """The default back end: whatever the mesh's process groups use."""
 
     name = "c10d"
+    keeps_memory = False
 
-    def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
+    def allocate(self, num_bytes: int, device: torch.device, purpose: Purpose) -> Tensor:
         """A flat ``uint8`` buffer from torch's own allocator."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
@@ -40,3 +42,15 @@ class C10dCollectives:
         if not dtype.is_floating_point:
             return False
         return bool(getattr(group, "supports_avg", "nccl" in group.name().lower()))
+
+    def accumulation_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype itself: partial sums travel, rounded to it at every rank."""
+        return dtype
+
+
+_DEFAULT = C10dCollectives()
+
+
+def default_collectives() -> C10dCollectives:
+    """The back end used where the user chose none; one, so that all its users share memory."""
+    return _DEFAULT
