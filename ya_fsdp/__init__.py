@@ -12,6 +12,7 @@ from .fully_shard import fully_shard
 from .module import UnshardHandle, YaFSDPModule, register_fsdp_forward_method
 from .precision import MixedPrecisionPolicy
 from .ragged import RaggedShard, RaggedShardDTensor, distribute_ragged
+from .residency import set_resident_budget
 from .tree import map_tensors, tensors_in
 from .wrapper import YaFSDP
 
@@ -33,5 +34,6 @@ __all__ = [
     "persistent_buffers",
     "register_fsdp_forward_method",
     "set_communication_sms",
+    "set_resident_budget",
     "tensors_in",
 ]

@@ -20,6 +20,7 @@ FLOORS = {
     "module": 5,
     "flat": 5,
     "communication": 5,
+    "residency": 5,
     "checkpoint": 5,
     "wrapper": 5,
     "build": 4,
