@@ -46,6 +46,7 @@ def fully_shard(
     granularity: GranularityOption = ...,
     fused_weight_gradients: bool = ...,
     collectives: Collectives | None = ...,
+    sync_replicas: bool = ...,
 ) -> M: ...
 @overload
 def fully_shard(
@@ -59,6 +60,7 @@ def fully_shard(
     granularity: GranularityOption = ...,
     fused_weight_gradients: bool = ...,
     collectives: Collectives | None = ...,
+    sync_replicas: bool = ...,
 ) -> list[nn.Module]: ...
 def fully_shard(
     module: Any,
@@ -71,6 +73,7 @@ def fully_shard(
     granularity: GranularityOption = "auto",
     fused_weight_gradients: bool = False,
     collectives: Collectives | None = None,
+    sync_replicas: bool = True,
 ) -> Any:
     """Shards a module's parameters, gradients and optimizer state over ranks, in place.
 
@@ -107,6 +110,9 @@ def fully_shard(
             function) and holds a gradient buffer during a unit's whole backward.
         collectives: What this call's parameters are gathered and reduced with; ``None``: the
             process groups of the mesh. See :class:`ya_fsdp.collectives.Collectives`.
+        sync_replicas: On a 2-D mesh, give every replica the values of the first one, here (of
+            parameters on meta: before they are first gathered). One broadcast of the shard;
+            replicas that begin with different values would train apart in silence.
 
     Returns:
         The same module (or list), now also a :class:`YaFSDPModule`.
@@ -122,6 +128,8 @@ def fully_shard(
     policy = _check_policy(mp_policy)
     _check_alignment(shard_alignment)
     check_collectives(collectives)
+    if not isinstance(sync_replicas, bool):
+        raise TypeError(f"sync_replicas must be a bool, got {sync_replicas!r}")
     mesh = _check_mesh(mesh)
     ignored = _check_ignored(ignored_params)
     device = _device_of(mesh)
@@ -135,6 +143,8 @@ def fully_shard(
     unit.fqn = type(modules[0]).__name__
     use_collectives([unit], collectives)
     unit.reshard_after_forward = reshard_after_forward is not False
+    if sync_replicas:
+        unit.sync_replicas()
     if fused_weight_gradients:
         unit.fused = fuse_linears(managed, groups) > 0
     for each in modules:

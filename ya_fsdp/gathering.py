@@ -55,6 +55,8 @@ class Gathering:
         slot.free_event = None
         try:
             with self.streams.on_comm():
+                if unit.unequal:
+                    unit.sync_replicas()
                 for group in unit.groups:
                     group.gather(collectives)
         except RuntimeError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -62,6 +63,18 @@ class ParamGroup:
                     local.view(-1).copy_(flat)
                 self._adopt_local(param, index, local)
         return shard
+
+    def sync_replicas(self) -> bool:
+        """Gives every replica the values of the first; ``False`` while there are none (meta)."""
+        info = self.mesh_info
+        if info.replicate_group is None or info.replicate_size == 1:
+            return True
+        if self.master_shard.is_meta:
+            return False
+        if self.master_shard.numel():
+            with torch.no_grad():
+                dist.broadcast(self.master_shard, group=info.replicate_group, group_src=0)
+        return True
 
     def _new_shard(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         with torch.inference_mode(False):

@@ -81,6 +81,7 @@ class Unit:
         self.gather_event: Any = None
         self.gather_pending = False
         self.free_event: Any = None
+        self.unequal: tuple[ParamGroup, ...] = ()  # on meta: replicas get equal before a gather
         self.collectives: Collectives | None = None
         self.on_forget: Callable[[Unit], None] | None = None
         # What a user may set.
@@ -130,6 +131,10 @@ class Unit:
         for group in self.groups:
             group.bind(slot.view(offset, group.layout.total_numel, group.dtypes.gather))
             offset += aligned(group.gather_bytes)
+
+    def sync_replicas(self) -> None:
+        """Makes values equal on all replicas, now or as soon as there are any."""
+        self.unequal = tuple(group for group in self.groups if not group.sync_replicas())
 
     def to_unsharded(self) -> None:
         """Modules hold the unsharded parameters from here on."""

@@ -102,6 +102,7 @@ BAD: dict[str, Case] = {
         TypeError,
         "ignored_params",
     ),
+    "sync of replicas": (MLP, {"sync_replicas": None}, TypeError, "sync_replicas.*None"),
     "scalar": (Scalar, {}, ValueError, r"'temperature'.*reshape\(1\).*ignored_params"),
     "a DTensor": (WithDTensor, {}, ValueError, r"'head\.weight'.*DTensor.*ignored_params"),
     "a list": (lambda: nn.ModuleList([nn.Linear(2, 2)]), {}, ValueError, r"ModuleList.*no forward"),

@@ -17,6 +17,7 @@ from tests.distributed.models import (
     assert_none_stale,
     assert_same_gradients,
     assert_same_parameters,
+    full,
     inputs,
     leaf,
     loss,
@@ -100,6 +101,58 @@ def accumulate(rank: int, world: int, how: str) -> None:
 @pytest.mark.parametrize("how", ["every time", "no_sync", "no all-reduce"])
 def test_microbatches_on_a_two_axis_mesh_add_up(world4: WorkerPool, how: str) -> None:
     world4.run(accumulate, how)
+
+
+def weights_of(replica: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(replica)
+    return MLP().to(test_device()).state_dict()
+
+
+def start_unequal(rank: int, world: int, shape: tuple[int, int], how: str) -> None:
+    mesh = mesh_of(shape)
+    replica = mesh.get_local_rank(0)
+    reference = MLP().to(test_device())
+    reference.load_state_dict(weights_of(0))
+    with torch.device("meta" if how == "meta" else test_device()):
+        model: Any = MLP()
+    if how != "meta":
+        model.load_state_dict(weights_of(replica))
+    nested(model, mesh=mesh)
+    if how == "meta":
+        model.to_empty(device=test_device())
+        with torch.no_grad():
+            for name, value in weights_of(replica).items():
+                model.get_parameter(name).copy_(value)
+        begins_right = torch.equal(full(model.head.bias), reference.head.bias)
+        assert begins_right == (replica == 0)
+        with torch.no_grad():
+            model(inputs(world)[rank])
+    assert_same_parameters(model, reference, atol=0)
+    for step in range(2):
+        optimizers = tuple(torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference))
+        train_step(model, reference, rank, inputs(world, seed=step), optimizers=optimizers)
+
+
+@pytest.mark.parametrize("how", ["whole", "meta"])
+@pytest.mark.parametrize("shape", SHAPES, ids=["2x2", "4x1", "1x4"])
+def test_replicas_that_begin_apart_get_the_values_of_the_first(
+    world4: WorkerPool, shape: tuple[int, int], how: str
+) -> None:
+    world4.run(start_unequal, shape, how)
+
+
+def leave_unequal(rank: int, world: int) -> None:
+    mesh = mesh_of((2, 2))
+    replica = mesh.get_local_rank(0)
+    model = MLP().to(test_device())
+    model.load_state_dict(weights_of(replica))
+    nested(model, mesh=mesh, sync_replicas=False)
+    for name, param in model.named_parameters():
+        assert torch.equal(full(param.detach()), weights_of(replica)[name])
+
+
+def test_replicas_stay_apart_where_the_user_says_so(world4: WorkerPool) -> None:
+    world4.run(leave_unequal)
 
 
 def state_dicts(rank: int, world: int) -> None:
