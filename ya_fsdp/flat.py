@@ -85,22 +85,38 @@ def flat_parameters(
 
 
 def _cut(group: ParamGroup, keys: Sequence[Hashable]) -> list[tuple[FlatPiece, Hashable]]:
-    """Ranges of the shard whose parameters have one key; padding goes to the range before it."""
+    """Ranges of the shard whose parameters have one key; padding goes to the range before it.
+
+    A parameter of which this rank owns nothing is a member all the same, so that every rank knows
+    the state of every parameter.
+    """
     rank = group.mesh_info.shard_rank
     order = sorted(range(len(keys)), key=lambda i: group.layout.spans[i].offset)
     runs: list[tuple[Hashable, list[int]]] = []
+    starts: list[int] = []
+    absent: list[int] = []
     for index in order:
         start, end = group.layout.local_range(rank, index)
         if start == end:
-            continue
-        if runs and runs[-1][0] == keys[index]:
+            absent.append(index)
+        elif runs and runs[-1][0] == keys[index]:
             runs[-1][1].append(index)
         else:
             runs.append((keys[index], [index]))
-    starts = [group.layout.local_range(rank, run[1][0])[0] for run in runs]
+            starts.append(start)
     ends = [*starts[1:], group.layout.shard_numel]
     if starts:
         starts[0] = 0
+    else:
+        ends = []
+    for index in absent:
+        members = next((m for k, m in runs if k == keys[index]), None)
+        if members is None:
+            runs.append((keys[index], [index]))
+            starts.append(0)
+            ends.append(0)
+        else:
+            members.append(index)
     pieces = []
     for (run_key, members), start, end in zip(runs, starts, ends, strict=True):
         with torch.inference_mode(False), torch.no_grad():

@@ -1,0 +1,232 @@
+"""Flat parameters, clipping over flat shards, whole steps, against a plain model and optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+from tests.distributed.models import (
+    MLP,
+    assert_same_parameters,
+    full,
+    inputs,
+    leaf,
+    loss,
+    nested,
+    pair,
+    reference_backward,
+    root,
+)
+from tests.harness import WorkerPool
+from ya_fsdp import (
+    clip_grad_norm_,
+    flat_optimizer_state_dict,
+    flat_parameters,
+    load_flat_optimizer_state_dict,
+    persistent_buffers,
+    set_communication_sms,
+)
+from ya_fsdp.graph import WARMUP_STEPS, capture_step
+
+SHARDS = {"leaf": leaf, "nested": nested, "root": root}
+DECAY = {"decay": {"weight_decay": 0.5}, "rest": {"weight_decay": 0.0}}
+
+
+@pytest.fixture(params=[2, 3], ids=["2 ranks", "3 ranks"])
+def pool(request: pytest.FixtureRequest) -> WorkerPool:
+    return request.getfixturevalue(f"world{request.param}")
+
+
+def by_dim(name: str, param: Tensor) -> str:
+    return "decay" if param.ndim > 1 else "rest"
+
+
+def plain_groups(model: nn.Module) -> list[dict[str, Any]]:
+    named = list(model.named_parameters())
+    return [
+        {"params": [p for n, p in named if by_dim(n, p) == key], **options}
+        for key, options in DECAY.items()
+    ]
+
+
+def flat_adamw(rank: int, world: int, shard: str, max_norm: float, **options: Any) -> None:
+    model, reference = pair(MLP, SHARDS[shard])
+    flat = flat_parameters(model, DECAY, by_dim)
+    mine = torch.optim.AdamW(flat, lr=1e-2, **options)
+    theirs = torch.optim.AdamW(plain_groups(reference), lr=1e-2)
+    for step in range(4):
+        x = inputs(world, seed=step)
+        loss(model, x[rank]).backward()
+        reference_backward(reference, x)
+        norm = clip_grad_norm_(model, max_norm)
+        expected = nn.utils.clip_grad_norm_(reference.parameters(), max_norm)
+        torch.testing.assert_close(norm, expected)
+        for optimizer in (mine, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_parameters(model, reference)
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("shard", SHARDS)
+def test_an_optimizer_over_flat_parameters_equals_one_over_all(
+    pool: WorkerPool, shard: str, options: dict[str, Any]
+) -> None:
+    pool.run(flat_adamw, shard, 0.1, **options)
+
+
+def flat_owns_every_element_once(rank: int, world: int) -> None:
+    model, _ = pair(MLP, nested)
+    local = sum(p.to_local().numel() for p in model.parameters())
+    flat = flat_parameters(model)
+    padding = sum(p.numel() for p in flat) - local
+    assert padding >= 0
+    assert len(flat) < len(list(model.parameters()))
+    with torch.no_grad():
+        for p in flat:
+            p.fill_(3.0)
+    assert all(torch.equal(full(p), torch.full_like(full(p), 3.0)) for p in model.parameters())
+
+
+def test_flat_parameters_share_the_memory_of_every_sharded_parameter(pool: WorkerPool) -> None:
+    pool.run(flat_owns_every_element_once)
+
+
+def accumulate_flat(rank: int, world: int) -> None:
+    model, reference = pair(MLP, nested)
+    mine = torch.optim.SGD(flat_parameters(model), lr=0.1)
+    theirs = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(3):
+        for part in range(3):
+            x = inputs(world, seed=10 * step + part)
+            model.set_requires_gradient_sync(part != 1)
+            loss(model, x[rank]).backward()
+            reference_backward(reference, x)
+        for optimizer in (mine, theirs):
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step != 1)
+        assert_same_parameters(model, reference)
+
+
+def test_flat_gradients_accumulate_with_and_without_communication(pool: WorkerPool) -> None:
+    pool.run(accumulate_flat)
+
+
+def flat_state(rank: int, world: int) -> None:
+    model, reference = pair(MLP, nested)
+    mine = torch.optim.AdamW(flat_parameters(model), lr=1e-2)
+    theirs = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    x = inputs(world)
+    for _ in range(2):
+        loss(model, x[rank]).backward()
+        reference_backward(reference, x)
+        for optimizer in (mine, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    saved = flat_optimizer_state_dict(model, mine)
+    truth = get_optimizer_state_dict(reference, theirs)["state"]
+    assert set(saved["state"]) == set(truth)
+    for name, values in truth.items():
+        for key, value in values.items():
+            torch.testing.assert_close(full(saved["state"][name][key]), value)
+    fresh, _ = pair(MLP, nested)
+    with torch.no_grad():
+        for target, source in zip(fresh.parameters(), model.parameters(), strict=True):
+            target.copy_(source)
+    other = torch.optim.AdamW(flat_parameters(fresh), lr=1e-2)
+    load_flat_optimizer_state_dict(fresh, other, saved)
+    loss(fresh, x[rank]).backward()
+    reference_backward(reference, x)
+    other.step()
+    theirs.step()
+    assert_same_parameters(fresh, reference)
+
+
+def test_flat_optimizer_state_is_kept_by_parameter_name(pool: WorkerPool) -> None:
+    pool.run(flat_state)
+
+
+def clip_any_norm(rank: int, world: int) -> None:
+    for order in (1.0, 2.0, 3.0, float("inf")):
+        model, reference = pair(MLP, nested)
+        x = inputs(world)
+        loss(model, x[rank]).backward()
+        reference_backward(reference, x)
+        norm = clip_grad_norm_(model, 0.05, order)
+        expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.05, order)
+        torch.testing.assert_close(norm, expected)
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(full(p.grad), q.grad)
+    with pytest.raises(ValueError, match="norm_type must be positive"):
+        clip_grad_norm_(model, 1.0, 0.0)
+
+
+def test_clipping_gives_the_global_norm_of_any_order(pool: WorkerPool) -> None:
+    pool.run(clip_any_norm)
+
+
+def wrong_groups(rank: int, world: int) -> None:
+    model, _ = pair(MLP, root)
+    with pytest.raises(ValueError, match="groups and key go together"):
+        flat_parameters(model, DECAY)
+    with pytest.raises(ValueError, match="'other' is not in groups"):
+        flat_parameters(model, DECAY, lambda name, param: "other")
+
+
+def test_flat_parameters_refuse_half_a_grouping(pool: WorkerPool) -> None:
+    pool.run(wrong_groups)
+
+
+def whole_steps(rank: int, world: int) -> None:
+    model, reference = pair(MLP, nested)
+    mine = torch.optim.AdamW(flat_parameters(model), lr=1e-2)
+    theirs = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    step = capture_step(model, mine, loss, accumulation=2, clip=0.1)
+    for index in range(WARMUP_STEPS + 2):
+        parts = [inputs(world, seed=2 * index), inputs(world, seed=2 * index + 1)]
+        value = step([part[rank] for part in parts])
+        expected = sum(loss(reference, part[rank]).item() for part in parts) / 2
+        assert value.item() == pytest.approx(expected, abs=1e-5)
+        for part in parts:
+            for x in part:
+                (loss(reference, x) / (2 * world)).backward()
+        nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        theirs.step()
+        theirs.zero_grad()
+        assert_same_parameters(model, reference)
+    if next(model.parameters()).is_cuda:
+        assert step.captures == 1
+    else:
+        assert step.eager_steps == WARMUP_STEPS + 2
+
+
+def test_a_whole_step_equals_its_parts_run_by_hand(pool: WorkerPool) -> None:
+    pool.run(whole_steps)
+
+
+def nothing_to_set(rank: int, world: int) -> None:
+    model, reference = pair(MLP, nested)
+    said = set_communication_sms(model, 4)
+    if not next(model.parameters()).is_cuda:
+        assert said.startswith("nothing")
+    for wrong in (0, -1, True, 1.5):
+        with pytest.raises(ValueError, match="num_sms"):
+            set_communication_sms(model, wrong)
+    with pytest.raises(ValueError, match="not sharded"):
+        set_communication_sms(nn.Linear(2, 2), 4)
+    x = inputs(world)
+    before = [b.data_ptr() for b in persistent_buffers(model)]
+    for _ in range(3):
+        loss(model, x[rank]).backward()
+        reference_backward(reference, x)
+    assert {p for p in before if p} <= {b.data_ptr() for b in persistent_buffers(model)}
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(full(p.grad), q.grad)
+
+
+def test_communication_sms_change_no_result_and_say_what_they_did(pool: WorkerPool) -> None:
+    pool.run(nothing_to_set)
