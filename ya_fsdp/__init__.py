@@ -1,7 +1,8 @@
 """Fully sharded data parallelism for PyTorch over flat, ragged, zero-copy shards."""
 
+from . import debug
 from ._version import __version__
-from .communication import persistent_buffers, set_communication_sms
+from .communication import persistent_buffers, set_communication_sms, set_reduce_unused
 from .flat import (
     clip_grad_norm_,
     flat_optimizer_state_dict,
@@ -25,6 +26,7 @@ __all__ = [
     "YaFSDPModule",
     "__version__",
     "clip_grad_norm_",
+    "debug",
     "distribute_ragged",
     "flat_optimizer_state_dict",
     "flat_parameters",
@@ -34,6 +36,7 @@ __all__ = [
     "persistent_buffers",
     "register_fsdp_forward_method",
     "set_communication_sms",
+    "set_reduce_unused",
     "set_resident_budget",
     "tensors_in",
 ]

@@ -71,14 +71,20 @@ class Reducer:
                 group.grads.drop()
         self.accumulating.clear()
 
-    def reduce(self, unit: Unit) -> None:
-        """Reduces (or, without communication, accumulates) whatever gradients a unit has."""
+    def reduce(self, unit: Unit, *, unused_too: bool = False) -> None:
+        """Reduces (or, without communication, accumulates) whatever gradients a unit has.
+
+        Args:
+            unit: The unit.
+            unused_too: Take part in the reduction with zeros where there are none.
+        """
         for group in unit.groups:
             group.grads.take()
         present = [g for g in unit.groups if g.grads.present()]
+        joins = unused_too and unit.sync_gradients and any(g.grads.trainable for g in unit.groups)
         if not present or not unit.sync_gradients:
             self._close(unit)
-        if not present:
+        if not present and not joins:
             for group in unit.groups:
                 group.grads.taken = None
             return

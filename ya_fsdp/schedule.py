@@ -48,6 +48,8 @@ class Schedule(Gathering):
         self.reducer = Reducer(streams, collectives, self.trail)
         self.stamp = 0
         self.open_calls = 0
+        # Whether every rank runs every unit's collectives, whatever its units were used for.
+        self.uniform = False
         self.order: list[Unit] = []
         self.recording: list[Unit] = []
         self.finished: list[Unit] = []  # the order in which forwards ended: backward's, reversed
@@ -101,6 +103,12 @@ class Schedule(Gathering):
             self.streams.comm_waits_for_compute()
         for slot in self.pool.slots:
             slot.free_event = None
+        for unit in self.units:
+            if unit.kept:
+                self.renew(unit, self.stamp)
+        if self.uniform:
+            for unit in self.units:
+                self.launch_gather(unit, self.stamp)
 
     def _keeps_recording(self) -> bool:
         """Units without a common root go on recording until their backward has run."""
@@ -170,11 +178,15 @@ class Schedule(Gathering):
         if unit.reshard_after_forward or not needs_backward:
             unit.held = False
             self.release(unit)
-        elif not unit.held:
-            unit.to_sharded()  # the bytes stay; outside forward users see sharded parameters
+        else:
+            unit.kept = not unit.reshard_after_backward  # for the next microbatch's forward
+            if not unit.held:
+                unit.to_sharded()  # the bytes stay; outside forward users see sharded parameters
 
     def _prefetch_forward(self, unit: Unit) -> None:
         position = unit.position
+        if self.uniform:
+            return
         if unit.forward_prefetch is not None:
             targets = unit.forward_prefetch
         elif self.is_orphanage or not self._following:
@@ -222,11 +234,11 @@ class Schedule(Gathering):
         unit.change(Phase.BACKWARD if unit.phase is Phase.IDLE else Phase.FORWARD_IN_BACKWARD)
         self._active.append(unit)
         if unit.unshard_in_backward or unit.switched:
-            self.launch_gather(unit, unit.forward_stamp)
+            self.launch_gather(unit, self.stamp if self.uniform else unit.forward_stamp)
             self.finish_gather(unit)
             if torch.is_grad_enabled():  # create_graph: a second backward may pass outputs by
                 self.watch_gradients(unit)
-        if unit.fused:
+        if unit.fused and not self.uniform:
             self.reducer.open(unit)
         self._prefetch_backward(unit)
 
@@ -248,6 +260,8 @@ class Schedule(Gathering):
 
     def _prefetch_backward(self, unit: Unit) -> None:
         """Gathers what follows ``unit`` in backward, as far as there are free slots."""
+        if self.uniform:
+            return
         if unit.backward_prefetch is not None:
             targets = unit.backward_prefetch
         else:
@@ -270,7 +284,7 @@ class Schedule(Gathering):
         unit's input, which may differ between ranks; the order of collectives must not.
         """
         position = unit.backward_position - 1
-        if position < 0 or self.finished[position + 1 : position + 2] != [unit]:
+        if self.uniform or position < 0 or self.finished[position + 1 : position + 2] != [unit]:
             return
         following = self.finished[position]
         if following.pending_backward and following.unshard_in_backward:
@@ -294,14 +308,19 @@ class Schedule(Gathering):
         self._active.remove(unit)
         unit.change(Phase.IDLE if unit.phase is Phase.BACKWARD else Phase.FORWARD)
         unit.pending_backward = max(0, unit.pending_backward - 1)
+        if self.uniform:
+            unit.to_sharded()
+            return  # reduced with all others, in their order, at the end of the pass
         for group in unit.groups:
             group.grads.take()
         if unit.phase is Phase.IDLE:
             if unit.reshard_after_backward:
                 unit.held = False
                 self.release(unit, may_have_changed=False)
-            elif not unit.held:
-                unit.to_sharded()  # the bytes stay; users and optimizers see sharded parameters
+            else:
+                unit.kept = True
+                if not unit.held:
+                    unit.to_sharded()  # the bytes stay; users and optimizers see sharded parameters
         self._prefetch_after(unit)
         self.reducer.reduce(unit)
         if self.carveout is not None:
@@ -313,8 +332,9 @@ class Schedule(Gathering):
         self._backward_seen = True
         for unit in self._active[::-1]:
             self.end_backward(unit)
-        for unit in self._with_leftovers():
-            self.reducer.reduce(unit)
+        leftovers = self._with_leftovers()
+        for unit in self.units if self.uniform else leftovers:
+            self.reducer.reduce(unit, unused_too=self.uniform)
         for unit in self.units:
             if self.is_last_backward:
                 unit.pending_backward = 0
@@ -338,7 +358,8 @@ class Schedule(Gathering):
 
     def _drop_unused_prefetch(self, unit: Unit) -> None:
         slot = unit.slot
-        if slot is not None and slot.holder is unit and not unit.in_use and not unit.switched:
+        used = unit.in_use or unit.switched or unit.kept
+        if slot is not None and slot.holder is unit and not used:
             self.release(unit)
 
     # ---- by hand ------------------------------------------------------------------------------
