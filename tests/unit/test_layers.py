@@ -20,6 +20,7 @@ FLOORS = {
     "module": 5,
     "flat": 5,
     "communication": 5,
+    "debug": 5,
     "residency": 5,
     "checkpoint": 5,
     "wrapper": 5,
@@ -58,6 +59,7 @@ FLOORS = {
 }
 ARROWS = {
     ("fully_shard", "module"),
+    ("debug", "fully_shard"),
     ("wrapper", "fully_shard"),
     ("wrapper", "module"),
     ("wrapper", "flat"),
