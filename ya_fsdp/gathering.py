@@ -10,7 +10,7 @@ from .carveout import CarveOut
 from .collectives import Collectives
 from .pool import GatherPool
 from .streams import Streams
-from .unit import Unit
+from .unit import Unit, optimizer_steps
 
 
 class Gathering:
@@ -68,8 +68,18 @@ class Gathering:
         if self.carveout is not None:
             self.carveout.on()
         unit.gather_pending = True
+        unit.gathered_at = optimizer_steps()
         slot.content = unit
         slot.stamp = stamp
+
+    def renew(self, unit: Unit, stamp: int) -> None:
+        """Takes a unit that stayed gathered for gathered anew, if its weights are the same."""
+        slot = unit.slot
+        still_there = slot is not None and slot.holder is unit and slot.content is unit
+        if still_there and slot is not None and unit.is_current():
+            slot.stamp = stamp
+        else:
+            unit.kept = False
 
     def finish_gather(self, unit: Unit) -> None:
         """Makes compute wait for the gather and modules hold the unsharded parameters."""
@@ -81,6 +91,7 @@ class Gathering:
     def release(self, unit: Unit, may_have_changed: bool = True) -> None:
         """Modules hold the sharded parameters again; the slot is free once compute has passed."""
         unit.to_sharded(may_have_changed)
+        unit.kept = False
         slot = unit.slot
         if slot is not None and slot.holder is unit:
             if unit.gather_pending:  # never used: later gathers are ordered on the same stream

@@ -220,8 +220,7 @@ class ParamGroup:
     def gather(self, collectives: Collectives) -> None:
         """Casts this rank's shard into its slice of the slot and gathers the rest around it."""
         assert self.gather_input is not None and self.gather_output is not None
-        # Whatever changes weights in place changes all of a group: one counter speaks for them.
-        version = self.master_shard._version + self.params[0].sharded._version
+        version = self._version()
         if version != self._gathered_version:
             self._gathered_version = version
             self._note_new_values()
@@ -230,6 +229,14 @@ class ParamGroup:
             collectives.all_gather(
                 self.gather_output, self.gather_input, self.mesh_info.shard_group
             )
+
+    def _version(self) -> int:
+        # Whatever changes weights in place changes all of a group: one counter speaks for them.
+        return self.master_shard._version + self.params[0].sharded._version
+
+    def is_current(self) -> bool:
+        """Whether no in-place operation has changed the weights since they were gathered."""
+        return self._version() == self._gathered_version
 
     def _note_new_values(self) -> None:
         """A backward that saved the weights before an optimizer changed them must raise."""

@@ -14,7 +14,7 @@ from . import _torch, hooks
 from .build import ModuleState, schedule_of, state_of
 from .collectives import Collectives, check_collectives
 from .schedule import Schedule
-from .unit import Unit, use_collectives
+from .unit import Unit, use_collectives, watch_optimizers
 
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
@@ -161,8 +161,14 @@ class YaFSDPModule(FSDPModule):
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Whether parameters are freed after backward."""
+        """Whether parameters are freed after backward.
+
+        If not, the next forward gathers them again only if an optimizer or an in-place operation
+        changed weights (on all ranks alike; writes through ``.data`` go unnoticed).
+        """
         _check_flag("reshard_after_backward", reshard_after_backward)
+        if not reshard_after_backward:
+            watch_optimizers()
         for unit in self._ya_managed(recurse):
             unit.reshard_after_backward = reshard_after_backward
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any
 
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
 from . import _torch
 from .buffers import Slot, aligned
 from .collectives import Collectives, default_collectives, fp32_accumulating
@@ -18,6 +20,25 @@ STALE_VERSION = 1 << 20
 
 
 _KINDS: dict[object, int] = {}
+
+
+_steps: list[int] = []
+
+
+def optimizer_steps() -> int:
+    """Steps of any optimizer since :func:`watch_optimizers` was first called."""
+    return _steps[0] if _steps else 0
+
+
+def watch_optimizers() -> None:
+    """Counts optimizer steps from here on."""
+
+    def count(*_: Any) -> None:
+        _steps[0] += 1
+
+    if not _steps:
+        _steps.append(0)
+        register_optimizer_step_post_hook(count)
 
 
 class Phase(IntEnum):
@@ -53,6 +74,7 @@ class Unit:
         phase: See :class:`Phase`.
         held: Whether the user asked for the parameters with ``unshard()``.
         switched: Whether modules hold the unsharded parameters now.
+        kept: Whether the last backward left the unit gathered, on the user's request.
     """
 
     def __init__(
@@ -67,6 +89,8 @@ class Unit:
         self.phase = Phase.IDLE
         self.held = False
         self.switched = False
+        self.kept = False
+        self.gathered_at = 0  # optimizer steps by then; fused ones change weights unnoticed
         self.pending_backward = 0
         self.calls = 0
         self.position = 0
@@ -158,6 +182,10 @@ class Unit:
         """The slot goes to another unit: a backward that still needs the old bytes must raise."""
         for group in self.groups:
             group.mark_stale(STALE_VERSION + self.index)
+
+    def is_current(self) -> bool:
+        """Whether no in-place operation and no optimizer changed weights since the gather."""
+        return self.gathered_at == optimizer_steps() and all(g.is_current() for g in self.groups)
 
     def readopt_if_replaced(self) -> None:
         """Notices parameters that user code put into a module since the last gather."""
