@@ -133,6 +133,18 @@ def will_execute(node: Any) -> bool:
     return bool(torch._C._will_engine_execute_node(node))
 
 
+def wants_gradient(node: Any) -> bool | None:
+    """Whether the current backward pass adds to a leaf's ``.grad``.
+
+    ``None`` where the gradient itself is asked for (``torch.autograd.grad``), about which torch's
+    function raises.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return None
+
+
 def set_version_counters(tensors: tuple[Tensor, ...], versions: tuple[int, ...]) -> None:
     """Sets autograd's version counters, so that its own check finds a reused buffer."""
     if tensors:
@@ -172,6 +184,8 @@ def storage_use_count(tensor: Tensor) -> int:
 
 # ---- ragged tensors -----------------------------------------------------------------------------
 
+from torch.distributed._composable.contract import STATE_KEY  # noqa: E402
+from torch.distributed.fsdp import fully_shard as _fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # noqa: E402
 from torch.optim.optimizer import (  # noqa: E402
@@ -344,3 +358,11 @@ def nccl_options(*, max_ctas: int) -> Any:
 def is_capturing(device: torch.device) -> bool:
     """Whether a CUDA graph is being captured on the current stream."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+_FULLY_SHARD = getattr(_fully_shard, "__wrapped__", _fully_shard)
+
+
+def set_composable_state(module: Any, state: Any) -> None:
+    """Makes ``torch.distributed.fsdp.fully_shard.state(module)`` return ``state``."""
+    module.__dict__.setdefault(STATE_KEY, {})[_FULLY_SHARD] = state

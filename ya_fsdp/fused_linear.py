@@ -41,9 +41,12 @@ class _Linear(torch.autograd.Function):
         if needs_x:
             grad_x = grad.matmul(weight)
         rows = grad.reshape(-1, grad.shape[-1])
-        if needs_weight:
+        # ``needs_weight`` is true for any weight that requires a gradient; this backward pass may
+        # be after those of other tensors only.
+        wanted = needs_weight and ctx.sink.wanted()
+        if wanted is not False:
             inputs = x.reshape(-1, x.shape[-1])
-            if not ctx.sink.write(rows.t(), inputs):
+            if wanted is None or not ctx.sink.write(rows.t(), inputs):
                 grad_weight = rows.t().mm(inputs)
         if needs_bias:
             grad_bias = rows.sum(0)
@@ -58,6 +61,10 @@ class Sink:
     def __init__(self, grads: GroupGradients, index: int) -> None:
         self.grads = grads
         self.index = index
+
+    def wanted(self) -> bool | None:
+        """See :meth:`GroupGradients.wanted`."""
+        return self.grads.wanted(self.index)
 
     def write(self, left: Tensor, right: Tensor) -> bool:
         """Writes (or adds) ``left @ right`` into the open gradient slot; False if none is open."""

@@ -166,6 +166,11 @@ class GroupGradients:
             node.register_prehook(lambda _: self._done.add(index))
             self._watched[index] = node
 
+    def wanted(self, index: int) -> bool | None:
+        """Whether the running backward adds to a parameter's gradient; ``None``: returns it."""
+        node = self._watched.get(index) or self.params[index].accumulate_node()
+        return _torch.wants_gradient(node)
+
     def reset(self, dtypes: ResolvedDtypes) -> None:
         """Starts anew after the parameters changed dtype or device."""
         self.dtypes = dtypes
