@@ -216,7 +216,7 @@ class Trail:
 
 _REMEDY = (
     "Every rank has to call the same units in the same order and equally often: give a rank that "
-    "has nothing to compute an empty batch instead of skipping the unit (docs/troubleshooting.md)."
+    "has nothing to compute an empty batch, or call set_reduce_unused (docs/troubleshooting.md)."
 )
 
 
