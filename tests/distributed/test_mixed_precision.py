@@ -22,7 +22,7 @@ from tests.distributed.models import (
     pair,
     root,
 )
-from tests.harness import WorkerPool
+from tests.harness import WorkerPool, test_device
 from ya_fsdp import MixedPrecisionPolicy, fully_shard
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -156,7 +156,7 @@ def test_inputs_and_outputs_are_cast_as_the_policy_says(world2: WorkerPool) -> N
 
 def per_module(rank: int, world: int) -> None:
     torch.manual_seed(0)
-    model = MLP()
+    model = MLP().to(test_device())
     reference = copy.deepcopy(model)
     low = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
     fully_shard(model.layers[0], mp_policy=low)
