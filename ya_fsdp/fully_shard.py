@@ -27,6 +27,7 @@ from .collectives import Collectives, check_collectives
 from .fused_linear import fuse_linears
 from .mesh import MeshInfo
 from .module import YaFSDPModule, sharded_class
+from .pipeline import offer_to_pipelines
 from .precision import MixedPrecisionPolicy
 from .unit import Unit, use_collectives
 
@@ -157,6 +158,7 @@ def _install(module: nn.Module, unit: Unit, *, is_list: bool) -> None:
     """Gives a module its state, its class and the hooks that keep state dicts sharded."""
     module.__dict__["_ya_fsdp_state"] = ModuleState(unit, is_list)
     module.__class__ = sharded_class(type(module))
+    offer_to_pipelines(module)
     _torch.on_state_dict(module, _reshard_first, _readopt_after)
     weakref.finalize(module, _forget, unit)
 

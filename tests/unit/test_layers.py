@@ -22,6 +22,7 @@ FLOORS = {
     "communication": 5,
     "debug": 5,
     "residency": 5,
+    "pipeline": 5,
     "checkpoint": 5,
     "wrapper": 5,
     "build": 4,
@@ -43,6 +44,7 @@ FLOORS = {
     "collectives": 1,
     "streams": 1,
     "carveout": 1,
+    "quantised": 1,
     "ragged": 1,
     "ragged_ops": 1,
     "ragged_random": 1,
@@ -59,6 +61,7 @@ FLOORS = {
 }
 ARROWS = {
     ("fully_shard", "module"),
+    ("fully_shard", "pipeline"),
     ("debug", "fully_shard"),
     ("wrapper", "fully_shard"),
     ("wrapper", "module"),
@@ -68,6 +71,7 @@ ARROWS = {
     ("schedule", "reducer"),
     ("schedule", "gathering"),
     ("gathering", "pool"),
+    ("quantised", "collectives"),
     ("gathering", "agreement"),
     ("reducer", "agreement"),
     ("reducer", "pool"),
