@@ -94,8 +94,6 @@ class Gathering:
         unit.kept = False
         slot = unit.slot
         if slot is not None and slot.holder is unit:
-            if unit.gather_pending:  # never used: later gathers are ordered on the same stream
-                unit.gather_pending = False
             if self.trail.debug:
                 self._poison(unit)
             if unit.free_event is None:

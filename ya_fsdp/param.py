@@ -159,7 +159,7 @@ class ShardedParam:
         shape: N-D shape of the whole parameter.
     """
 
-    __slots__ = ("fqn", "grad", "shape", "sharded", "sites", "unsharded")
+    __slots__ = ("fqn", "shape", "sharded", "sites", "unsharded")
 
     def __init__(self, fqn: str, param: nn.Parameter, sites: list[Site]) -> None:
         self.fqn = fqn
@@ -167,7 +167,6 @@ class ShardedParam:
         self.shape = param.shape
         self.sharded = param
         self.unsharded: nn.Parameter | None = None
-        self.grad: Tensor | None = None
 
     def bind(self, view: Tensor) -> None:
         """Makes (or re-points) the unsharded parameter over ``view`` of a slot.

@@ -92,6 +92,8 @@ class Schedule(Gathering):
         self._following = bool(self.order)
         self._backward_seen = False
         for unit in self.units:
+            if not self.weights_unchanged:
+                unit.gather_pending = False  # what was gathered ahead and not used is of no use now
             for group in unit.groups:
                 group.grads.release_unused()
         refuse_left_behind(self.units)
