@@ -17,6 +17,7 @@ from .layout import Granularity, ShardLayout, choose_blocks, group_alignment, pl
 from .mesh import MeshInfo
 from .param import TAKEN, ReplacedParameter, ShardedParam, parameter_table
 from .precision import MixedPrecisionPolicy, ResolvedDtypes, resolve
+from .quantised import BLOCK
 from .ragged import RaggedShardDTensor
 from .schedule import Schedule
 from .streams import Streams
@@ -126,7 +127,7 @@ def make_groups(
     kinds: dict[tuple[ResolvedDtypes, bool, bool], list[ShardedParam]] = {}
     for param in params:
         tensor = param.sharded
-        dtypes = resolve(policy, tensor.dtype, tensor.requires_grad)
+        dtypes = resolve(policy, tensor.dtype, tensor.requires_grad, tensor.ndim)
         key = (dtypes, tensor.requires_grad, tensor.device.type == "meta")
         kinds.setdefault(key, []).append(param)
     # Every layout is planned before any parameter is touched: a user's function may raise.
@@ -153,6 +154,8 @@ def _plan(
 ) -> ShardLayout:
     sizes = [dtypes.master.itemsize, dtypes.gather.itemsize, dtypes.reduce.itemsize]
     step = lcm(group_alignment(sizes), alignment or 1)
+    if dtypes.wire is not None:
+        step = lcm(step, BLOCK)
     numels = [m.shape.numel() for m in members]
     rows = [m.shape[1:].numel() or 1 for m in members]
     wishes = [granularity_of(granularity, m) for m in members]

@@ -14,6 +14,7 @@ from .layout import ShardLayout
 from .mesh import MeshInfo
 from .param import OWN_ATTRIBUTES, ReleasedParameter, ShardedParam
 from .precision import MixedPrecisionPolicy, ResolvedDtypes, resolve
+from .quantised import gather_quantised
 from .ragged import RaggedShardDTensor, make_placement, new_ragged
 
 
@@ -173,7 +174,8 @@ class ParamGroup:
         self.grads.reset(self.dtypes)
 
     def _resolve(self, master: torch.dtype) -> ResolvedDtypes:
-        return resolve(self.policy, master, any(p.sharded.requires_grad for p in self.params))
+        trainable = any(p.sharded.requires_grad for p in self.params)
+        return resolve(self.policy, master, trainable, len(self.params[0].shape))
 
     def _copy_values(self, mine: Tensor, source: Tensor, index: int) -> None:
         """Copies this rank's elements of a sharded or whole tensor, unless it has no values."""
@@ -224,6 +226,16 @@ class ParamGroup:
         if version != self._gathered_version:
             self._gathered_version = version
             self._note_new_values()
+        if self.dtypes.wire is not None and self.mesh_info.shard_size > 1:
+            gather_quantised(
+                self.gather_output,
+                self.master_shard,
+                self.dtypes.wire,
+                self.mesh_info.shard_rank,
+                self.mesh_info.shard_group,
+                collectives,
+            )
+            return
         self.gather_input.copy_(self.master_shard)  # neither requires grad
         if self.mesh_info.shard_size > 1:
             collectives.all_gather(

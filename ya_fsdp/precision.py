@@ -10,6 +10,9 @@ from dataclasses import dataclass, fields
 import torch
 from torch.distributed import fsdp
 
+QUANTISED = (torch.float8_e4m3fn, torch.int8)
+"""Dtypes in which parameters travel with scales."""
+
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy(fsdp.MixedPrecisionPolicy):
@@ -31,6 +34,12 @@ class MixedPrecisionPolicy(fsdp.MixedPrecisionPolicy):
         all_gather_dtype_to_param_cls: For each dtype of the all-gather, the tensor subclass of the
             parameters gathered in it. Not available yet: only ``None`` is accepted.
 
+        gather_dtype: ``torch.float8_e4m3fn`` or ``torch.int8``: parameters of two or more
+            dimensions are gathered in these 8 bits with one fp32 scale per 256 elements, and
+            computed with as what is left of them in ``param_dtype``. The sharded parameters, which
+            the optimizer updates, keep every bit. One rank alone, which sends nothing, rounds
+            nothing. ``None``: gathered in ``param_dtype``.
+
     Raises:
         TypeError: If a dtype is not a ``torch.dtype``, or a switch is not a ``bool``.
         ValueError: If a dtype is not floating point.
@@ -43,8 +52,14 @@ class MixedPrecisionPolicy(fsdp.MixedPrecisionPolicy):
     cast_forward_inputs: bool = True
     bit32_acc_for_bit16_reduce_scatter: bool = False
     all_gather_dtype_to_param_cls: Mapping[torch.dtype, type[torch.Tensor]] | None = None
+    gather_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
+        if self.gather_dtype not in (None, *QUANTISED):
+            raise ValueError(
+                "gather_dtype must be torch.float8_e4m3fn, torch.int8 or None, "
+                f"got {self.gather_dtype!r}; param_dtype is what others are gathered in"
+            )
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             _check_dtype(name, getattr(self, name))
         for name in ("cast_forward_inputs", "bit32_acc_for_bit16_reduce_scatter"):
@@ -91,9 +106,11 @@ class ResolvedDtypes:
     Attributes:
         master: Dtype of the sharded parameters and of their gradients and optimizer state.
         compute: Dtype of the unsharded parameters.
-        gather: Dtype of the elements on the wire in the all-gather.
+        gather: Dtype of the gathered group.
         reduce: Dtype of the elements on the wire in the gradient reduction.
         output: Dtype to which floating-point outputs are cast, ``None`` to leave them alone.
+        wire: Dtype of quantised elements in the all-gather, ``None`` where they are sent as they
+            are gathered.
     """
 
     master: torch.dtype
@@ -101,10 +118,11 @@ class ResolvedDtypes:
     gather: torch.dtype
     reduce: torch.dtype
     output: torch.dtype | None
+    wire: torch.dtype | None = None
 
 
 def resolve(
-    policy: MixedPrecisionPolicy, master_dtype: torch.dtype, trainable: bool
+    policy: MixedPrecisionPolicy, master_dtype: torch.dtype, trainable: bool, ndim: int = 1
 ) -> ResolvedDtypes:
     """Resolves a policy for the parameters of one dtype.
 
@@ -114,9 +132,10 @@ def resolve(
         policy: The policy of the call.
         master_dtype: Dtype of the parameters as the user made them.
         trainable: Whether any of them requires a gradient.
+        ndim: Their number of dimensions; those with one are not quantised.
 
     Returns:
-        The dtypes, all present except possibly ``output``.
+        The dtypes, all present except possibly ``output`` and ``wire``.
 
     Raises:
         TypeError: If ``trainable`` parameters have a dtype without gradients.
@@ -124,10 +143,12 @@ def resolve(
     if trainable and not (master_dtype.is_floating_point or master_dtype.is_complex):
         raise TypeError(f"parameters of dtype {master_dtype} cannot require gradients")
     compute = reduce = master_dtype
+    wire = None
     if master_dtype.is_floating_point:
+        wire = policy.gather_dtype if ndim > 1 else None
         compute = policy.param_dtype or master_dtype
         reduce = policy.reduce_dtype or compute
-    return ResolvedDtypes(master_dtype, compute, compute, reduce, policy.output_dtype)
+    return ResolvedDtypes(master_dtype, compute, compute, reduce, policy.output_dtype, wire)
 
 
 def _check_dtype(name: str, dtype: object) -> None:
