@@ -1,4 +1,4 @@
-"""Errors of gradient sums over many ranks, in one process.
+"""Errors of gradient sums over many ranks and of quantised weights, in one process.
 
     python -m benchmarks.numerics            # the table of docs/numerics.md
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ya_fsdp.collectives.fp32_accumulating import sum_received
+from ya_fsdp.quantised import dequantise, quantise, row_bytes
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -91,6 +92,18 @@ def rows() -> Iterator[Row]:
                 yield measure(name, ranks, noise)
 
 
+def weight_errors(numel: int = 1 << 18) -> Iterator[tuple[str, float]]:
+    """Relative errors of normally distributed weights gathered in several dtypes."""
+    shard = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    yield "bf16", error(shard.to(torch.bfloat16), shard.double())
+    row = torch.empty(row_bytes(numel), dtype=torch.uint8)
+    for name, dtype in (("fp8 (e4m3)", torch.float8_e4m3fn), ("int8", torch.int8)):
+        output = torch.empty_like(shard, dtype=torch.bfloat16)
+        quantise(row, shard, dtype)
+        dequantise(output, row.unsqueeze(0), dtype)
+        yield name, error(output, shard.double())
+
+
 def main() -> None:
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     print("| wire | ranks | noise | ring | fp32 sum, fp32 gradient | rounded to wire |")
@@ -100,6 +113,10 @@ def main() -> None:
             f"| {row.dtype} | {row.ranks} | {row.noise:g} | {row.ring:.1e} | {row.wide:.1e} "
             f"({row.ring / row.wide:.0e}x) | {row.narrow:.1e} ({row.ring / row.narrow:.1f}x) |"
         )
+    print("\n| weights gathered in | relative error |")
+    print("|---|---|")
+    for name, value in weight_errors():
+        print(f"| {name} | {value:.1e} |")
 
 
 if __name__ == "__main__":
