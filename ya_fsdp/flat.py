@@ -128,7 +128,13 @@ def _cut(group: ParamGroup, keys: Sequence[Hashable]) -> list[tuple[FlatPiece, H
 # ---- clipping ------------------------------------------------------------------------------------
 
 
-def clip_grad_norm_(model: nn.Module, max_norm: float | Tensor, norm_type: float = 2.0) -> Tensor:
+def clip_grad_norm_(
+    model: nn.Module,
+    max_norm: float | Tensor,
+    norm_type: float = 2.0,
+    *,
+    norm_groups: Mapping[nn.Module, dist.ProcessGroup] | None = None,
+) -> Tensor:
     """Scales all gradients so that their global norm is at most ``max_norm``.
 
     One norm and one scaling launch over the flat gradient shards and one all-reduce, without
@@ -138,38 +144,61 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | Tensor, norm_type: float
         model: A sharded model whose backward has run.
         max_norm: Upper bound of the norm.
         norm_type: Order of the norm, positive or ``inf``.
+        norm_groups: Process groups over whose ranks a module's parameters are others: experts and
+            their expert-parallel group, a pipeline stage (the model itself) and the pipeline's.
+            Their norm counts over that group as well.
 
     Returns:
         The norm before clipping, 0-dim, fp32, the same on every rank.
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, got {norm_type}")
-    by_mesh: dict[dist.ProcessGroup, list[Tensor]] = {}
+    beyond = {id(p): pg for m, pg in (norm_groups or {}).items() for p in m.parameters()}
+    # Gradients by the groups over whose ranks they are cut, and others.
+    parts: dict[tuple[dist.ProcessGroup | None, dist.ProcessGroup | None], list[Tensor]] = {}
     managed: set[int] = set()
     device: torch.device | None = None
     for group in groups_of(model):
         managed.update(id(p.sharded) for p in group.params)
         device = group.device
-        target = by_mesh.setdefault(group.mesh_info.shard_group, [])
-        target.extend(grads_of(group))
-    plain = [p.grad for p in model.parameters() if id(p) not in managed and p.grad is not None]
-    if device is None:
+        key = (group.mesh_info.shard_group, beyond.get(id(group.params[0].sharded)))
+        parts.setdefault(key, []).extend(grads_of(group))
+    if device is None and not beyond:
         return nn.utils.clip_grad_norm_(model.parameters(), float(max_norm), norm_type)
+    for param in model.parameters():
+        if id(param) not in managed and param.grad is not None:
+            parts.setdefault((None, beyond.get(id(param))), []).append(param.grad)
+            device = device or param.device
+    for pg in (norm_groups or {}).values():
+        parts.setdefault((None, pg), [])  # ranks without gradients take part
     with torch.no_grad():
-        parts = [
-            reduced(local_power(grads, norm_type, device), norm_type, pg)
-            for pg, grads in by_mesh.items()
-        ]
-        if plain:
-            parts.append(local_power(plain, norm_type, device))
-        stacked = torch.stack(parts)
-        is_inf = norm_type == float("inf")
-        total = stacked.max() if is_inf else stacked.sum().pow(1.0 / norm_type)
+        total = _norm_of(parts, norm_type, device or torch.device("cpu"))
         scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        grads = [g for part in by_mesh.values() for g in part] + plain
+        grads = [grad for part in parts.values() for grad in part]
         if grads:
             _torch.foreach_mul_(grads, scale)
     return total
+
+
+def _norm_of(
+    parts: Mapping[tuple[dist.ProcessGroup | None, dist.ProcessGroup | None], list[Tensor]],
+    norm_type: float,
+    device: torch.device,
+) -> Tensor:
+    is_inf = norm_type == float("inf")
+    powers: dict[dist.ProcessGroup | None, list[Tensor]] = {}
+    for (shard_group, beyond), grads in parts.items():
+        power = local_power(grads, norm_type, device)
+        if shard_group is not None:
+            power = reduced(power, norm_type, shard_group)
+        powers.setdefault(beyond, []).append(power)
+    totals = []
+    for beyond, values in powers.items():
+        stacked = torch.stack(values)
+        value = stacked.max() if is_inf else stacked.sum()
+        totals.append(value if beyond is None else reduced(value, norm_type, beyond))
+    stacked = torch.stack(totals)
+    return stacked.max() if is_inf else stacked.sum().pow(1.0 / norm_type)
 
 
 def grads_of(group: ParamGroup) -> list[Tensor]:
