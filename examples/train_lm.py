@@ -32,14 +32,19 @@ from lm.sample import generate
 from lm.trainer import Trainer, TrainingOptions
 from ya_fsdp import MixedPrecisionPolicy, fully_shard
 
+GATHER_DTYPES = {"full": None, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
+
 
 def build_model(config: ModelConfig, options: TrainingOptions, runtime: Runtime) -> Decoder:
     """Makes the model, the same on every rank, and shards it block by block."""
     torch.manual_seed(options.seed)
     model = Decoder(config).to(runtime.device)
-    policy = MixedPrecisionPolicy()
+    gather_dtype = GATHER_DTYPES[options.gather]
+    policy = MixedPrecisionPolicy(gather_dtype=gather_dtype)
     if options.bf16:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, gather_dtype=gather_dtype
+        )
     for block in model.blocks:
         assert isinstance(block, Block)
         if options.compile:
@@ -128,6 +133,9 @@ def main(
     bf16: Annotated[
         bool | None, typer.Option(help="Compute in bf16; default: on GPUs that have it.")
     ] = None,
+    gather: Annotated[
+        str, typer.Option(help="Parameters travel in: full (that of compute), fp8 or int8.")
+    ] = "full",
     compile: Annotated[bool, typer.Option("--compile", help="Compile each block.")] = False,
     checkpoint_layers: Annotated[
         int, typer.Option(min=0, help="Blocks, from the first, that recompute in backward.")
@@ -169,7 +177,10 @@ def main(
         seed=seed,
         bf16=bf16,
         compile=compile,
+        gather=gather,
     )
+    if gather not in GATHER_DTYPES:
+        raise UsageError(f"--gather is one of {', '.join(GATHER_DTYPES)}, not {gather!r}")
     parts = runtime.world_size * accumulate
     if batch_size % parts:
         raise UsageError(

@@ -33,6 +33,7 @@ class TrainingOptions:
     seed: int
     bf16: bool
     compile: bool
+    gather: str = "full"
 
 
 def build_optimizer(model: nn.Module, options: TrainingOptions) -> torch.optim.AdamW:

@@ -725,6 +725,24 @@ def test_what_is_not_available_is_refused_by_name_before_anything_changes(
     world2.run(refuse)
 
 
+def sum_wide(rank: int, world: int) -> None:
+    wrapped = wrap(
+        network(),
+        param_dtype=torch.bfloat16,
+        bit16_reduce_scatter=True,
+        bit32_acc_for_bit16_reduce_scatter=True,
+    )
+    states = [s for m in wrapped.module.modules() if (s := state_of(m)) is not None]
+    assert states
+    for state in states:
+        for group in state.unit.groups:
+            assert state.unit.collectives.accumulation_dtype(group.dtypes.reduce) == torch.float32
+
+
+def test_16_bit_reductions_are_summed_in_32_bits_where_asked(world2: WorkerPool) -> None:
+    world2.run(sum_wide)
+
+
 def wrap_beside_plain_units(rank: int, world: int) -> None:
     """A schedule made earlier, for a unit that ran alone, gives way to the wrapper's."""
     model, reference = network(), network()
