@@ -49,13 +49,18 @@ _GATHER_OPTIONS = _options(dist.distributed_c10d.AllgatherOptions)  # type: igno
 _SCATTER_OPTIONS: dict[Any, Any] = {}
 
 
+def real_view(tensor: Tensor) -> Tensor:
+    """Complex numbers as pairs, which every back end can send, sum and average."""
+    return torch.view_as_real(tensor).flatten() if tensor.is_complex() else tensor
+
+
 def all_gather_flat(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:
     """Flat all-gather on the current stream.
 
     The method of the group is called because the public function was renamed in 2.13 (the old
     name warns on every call) and spends four times as long on checks that the caller has done.
     """
-    work = group._allgather_base(output, input, _GATHER_OPTIONS)
+    work = group._allgather_base(real_view(output), real_view(input), _GATHER_OPTIONS)
     if work is not None:
         work.wait()
 
@@ -66,7 +71,7 @@ def reduce_scatter_flat(output: Tensor, input: Tensor, op: Any, group: dist.Proc
     if options is None:
         options = _SCATTER_OPTIONS[op] = _options(dist.distributed_c10d.ReduceScatterOptions)
         options.reduceOp = op
-    work = group._reduce_scatter_base(output, input, options)
+    work = group._reduce_scatter_base(real_view(output), real_view(input), options)
     if work is not None:
         work.wait()
 

@@ -10,6 +10,7 @@ from math import lcm
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from .collectives import default_collectives
 from .group import ParamGroup
@@ -102,6 +103,16 @@ def check_param(fqn: str, param: nn.Parameter) -> None:
             f"parameter '{fqn}' is shared with one that an earlier fully_shard call manages"
             f"{f' as {taken!r}' if taken else ''}; both would train apart. Shard the modules that "
             "share it in one call: fully_shard([first, second])."
+        )
+    if is_lazy(param):
+        raise ValueError(
+            f"parameter '{fqn}' has no shape yet; call the model once (a dry run) before "
+            "fully_shard."
+        )
+    if param.layout != torch.strided:
+        raise ValueError(
+            f"parameter '{fqn}' is {param.layout} and can not be cut; make it dense "
+            "(nn.Parameter(value.to_dense())) or pass it in ignored_params."
         )
     if param.ndim == 0:
         raise ValueError(

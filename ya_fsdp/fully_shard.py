@@ -135,6 +135,7 @@ def fully_shard(
     ignored = _check_ignored(ignored_params)
     device = _device_of(mesh)
     managed = managed_modules(modules)
+    _check_managed(managed, ignored)
     params = collect_params(modules, managed, ignored)
     _check_devices(params, device)
     mesh_info = MeshInfo.of(mesh)
@@ -214,6 +215,7 @@ def _check_modules(module: Any) -> list[nn.Module]:
     for each in modules:
         if not isinstance(each, nn.Module):
             raise TypeError(f"fully_shard takes an nn.Module or a list of them, got {type(each)}")
+        _refuse_scripted(each)
         if isinstance(each, YaFSDPModule):
             raise ValueError(
                 f"{type(each).__name__} is sharded already; fully_shard manages a module once"
@@ -226,6 +228,32 @@ def _check_modules(module: Any) -> list[nn.Module]:
     if len({id(m) for m in modules}) < len(modules):
         raise ValueError("fully_shard got the same module twice in one list")
     return cast("list[nn.Module]", modules)
+
+
+def _refuse_scripted(module: nn.Module) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ValueError(
+            f"{type(module).__name__} is scripted, so nothing can be put into it; shard the plain "
+            "module and use torch.compile"
+        )
+
+
+def _check_managed(modules: list[nn.Module], ignored: set[nn.Parameter]) -> None:
+    for each in modules:
+        name = type(each).__name__
+        if isinstance(each, nn.parallel.DistributedDataParallel):
+            raise ValueError(
+                f"{name} reduces the gradients of parameters that would no longer be there; shard "
+                "the module inside it, with a 2-D mesh for replicas"
+            )
+        _refuse_scripted(each)
+        sparse = isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and each.sparse
+        if sparse and each.weight.requires_grad and each.weight not in ignored:
+            raise ValueError(
+                f"{name}({each.num_embeddings}, {each.embedding_dim}, sparse=True) has sparse "
+                "gradients, which can not be reduced; make it with sparse=False or pass its weight "
+                "in ignored_params"
+            )
 
 
 def _check_reshard(value: Any) -> None:
@@ -275,6 +303,11 @@ def _check_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
         raise ValueError(
             f"mesh must be 1-D (shard) or 2-D (replicate, shard), got {mesh.ndim}-D; pass one or "
             'two of its axes, such as mesh["dp_replicate", "dp_shard"]'
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not part of {mesh}; call fully_shard only on ranks of the "
+            "mesh, or pass one that holds this rank"
         )
     return mesh
 

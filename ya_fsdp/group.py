@@ -74,7 +74,8 @@ class ParamGroup:
             return False
         if self.master_shard.numel():
             with torch.no_grad():
-                dist.broadcast(self.master_shard, group=info.replicate_group, group_src=0)
+                shard = _torch.real_view(self.master_shard)
+                dist.broadcast(shard, group=info.replicate_group, group_src=0)
         return True
 
     def _new_shard(self, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from tests.distributed.models import (
     MLP,
@@ -77,6 +79,27 @@ class WithDTensor(MLP):
         self.head.weight = nn.Parameter(weight)
 
 
+class WithTensorParallel(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        parallelize_module(self, mesh["tp"], {"head": ColwiseParallel()})
+
+
+def sparse_weight() -> nn.Module:
+    model = MLP()
+    model.head.weight = nn.Parameter(torch.eye(3, 6).to_sparse())
+    return model
+
+
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(4))
+
+
+def data_parallel() -> nn.Module:
+    return nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(2, 2)))
+
+
 Case = tuple[Callable[[], Any], dict[str, Any], type[BaseException], str]
 
 BAD: dict[str, Case] = {
@@ -104,10 +127,37 @@ BAD: dict[str, Case] = {
     ),
     "sync of replicas": (MLP, {"sync_replicas": None}, TypeError, "sync_replicas.*None"),
     "scalar": (Scalar, {}, ValueError, r"'temperature'.*reshape\(1\).*ignored_params"),
+    "tensor parallel": (
+        WithTensorParallel,
+        {},
+        ValueError,
+        r"'head\.weight'.*DTensor.*ignored_params",
+    ),
     "a DTensor": (WithDTensor, {}, ValueError, r"'head\.weight'.*DTensor.*ignored_params"),
+    "sparse": (sparse_weight, {}, ValueError, r"'head\.weight'.*sparse.*to_dense"),
+    "lazy": (lazy, {}, ValueError, r"'0\.weight' has no shape yet.*dry run"),
+    "sparse gradients": (
+        lambda: nn.Sequential(nn.Linear(2, 2), nn.Embedding(4, 2, sparse=True)),
+        {},
+        ValueError,
+        r"Embedding\(4, 2, sparse=True\).*sparse=False",
+    ),
+    "data parallel": (data_parallel, {}, ValueError, "DistributedDataParallel.*inside it"),
     "a list": (lambda: nn.ModuleList([nn.Linear(2, 2)]), {}, ValueError, r"ModuleList.*no forward"),
     "a dict": (lambda: nn.ModuleDict({"a": nn.Linear(2, 2)}), {}, ValueError, "ModuleDict"),
 }
+
+
+def scripted(rank: int, world: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit's own
+        model = torch.jit.script(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"scripted.*torch\.compile"):
+        fully_shard(model)
+
+
+def test_a_scripted_module_is_refused(world2: WorkerPool) -> None:
+    world2.run(scripted)
 
 
 def refuse(rank: int, world: int) -> None:
@@ -153,6 +203,12 @@ def refuse_modules(rank: int, world: int) -> None:
     cube = init_device_mesh("cpu", (2, 1, 1))
     with pytest.raises(ValueError, match=r"3-D.*dp_replicate"):
         fully_shard(other, mesh=cube)
+    alone = init_device_mesh("cpu", (1,))  # of rank 0
+    if rank == 0:
+        fully_shard(nn.Linear(2, 2), mesh=alone)(torch.ones(1, 2)).sum().backward()
+    else:
+        with pytest.raises(ValueError, match="rank 1 is not part of"):
+            fully_shard(other, mesh=alone)
     assert type(other) is nn.Linear
 
 

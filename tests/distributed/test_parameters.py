@@ -301,6 +301,32 @@ class Quantised(nn.Module):
         return self.adapter(self.wide(h.double()).float())
 
 
+class Complex(nn.Module):
+    """A complex filter between real layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.filter = nn.Parameter(torch.randn(7, 6, dtype=torch.complex64))
+        self.head = nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((self.inner(x).to(torch.complex64) @ self.filter.mT).abs())
+
+
+def complex_numbers(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    model: Any = Complex()
+    reference = copy.deepcopy(model)
+    fully_shard(model)
+    assert model.filter.dtype == torch.complex64
+    steps(rank, world, model, reference)
+
+
+def test_complex_parameters_train(pool: WorkerPool) -> None:
+    pool.run(complex_numbers)
+
+
 def frozen_dtypes(rank: int, world: int) -> None:
     model, reference = pair(Quantised, root)
     for name, param in model.named_parameters():

@@ -35,7 +35,7 @@ class C10dCollectives:
 
     def all_reduce(self, tensor: Tensor, op: str, group: dist.ProcessGroup) -> None:
         """See :class:`Collectives`."""
-        dist.all_reduce(tensor, _OPS[op], group=group)
+        dist.all_reduce(_torch.real_view(tensor), _OPS[op], group=group)
 
     def supports_average(self, group: dist.ProcessGroup, dtype: torch.dtype) -> bool:
         """NCCL averages exactly; gloo has no average. A group may say so in ``supports_avg``."""
