@@ -103,6 +103,7 @@ class Trail:
         self.total = 0
         self.last = _EMPTY
         self._paths: dict[int, Path] = {}
+        self._groups: list[dist.ProcessGroup] = []  # kept, so that no other group gets its id
 
     def note(self, unit: Unit, kind: Kind, groups: int) -> None:
         """Remembers a collective of ``unit`` over its ``groups`` groups."""
@@ -120,6 +121,7 @@ class Trail:
         path = self._paths.get(id(group))
         if path is None:
             path = self._paths[id(group)] = Path()
+            self._groups.append(group)
         return path
 
     # ---- errors of a collective itself ---------------------------------------------------------
