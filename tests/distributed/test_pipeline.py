@@ -15,6 +15,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from tests.distributed.models import MLP, WIDTH, assert_same_gradients, full, nested, root
 from tests.distributed.test_schedule import Recorder
 from tests.harness import WorkerPool
+from ya_fsdp import clip_grad_norm_
 
 MICROBATCHES = 4
 BATCH = 2 * MICROBATCHES
@@ -65,6 +66,13 @@ def train(rank: int, world: int, kind: str, name: str, reshard: bool) -> list[Co
         counts.append(recorder.take())
         mean_square(whole(x.flatten(0, 1)), target.flatten(0, 1)).backward()
         assert_same_gradients(half, part_of(whole, stage_index))
+        if step == 1:
+            stages = {half: mesh.get_group("pp")}
+            total = clip_grad_norm_(half, 0.05, norm_groups=stages)
+            truth = nn.utils.clip_grad_norm_(whole.parameters(), 0.05)
+            assert float(total) == pytest.approx(float(truth), rel=1e-5)
+            assert truth > 0.05, "nothing would be clipped"
+            assert_same_gradients(half, part_of(whole, stage_index))
         optimizer.step()
         plain.step()
         optimizer.zero_grad()
