@@ -10,7 +10,6 @@ import os
 import zlib
 from collections import deque
 from collections.abc import Sequence
-from enum import IntEnum
 from typing import NoReturn
 
 import torch
@@ -38,8 +37,8 @@ _NAMES: dict[int, str] = {}
 _EMPTY = -1
 
 
-class Kind(IntEnum):
-    """What an entry of a trail says."""
+class Kind:
+    """What an entry of a trail says. Plain integers, since those of an enum are slow to combine."""
 
     GATHER = 0
     REDUCE = 1
@@ -78,7 +77,7 @@ class Path:
 
     def add(self, entry: int) -> None:
         """Appends an entry."""
-        self.value = (self.value * 1000003 + entry) % _PRIME
+        self.value = hash((self.value, entry))  # of integers: the same in every process
         self.count += 1
         self.entries.append(entry)
 
@@ -105,14 +104,16 @@ class Trail:
         self._paths: dict[int, Path] = {}
         self._groups: list[dist.ProcessGroup] = []  # kept, so that no other group gets its id
 
-    def note(self, unit: Unit, kind: Kind, groups: int) -> None:
+    def note(self, unit: Unit, kind: int, groups: int) -> None:
         """Remembers a collective of ``unit`` over its ``groups`` groups."""
-        entry = (mark_of(unit) << 36) | (groups << 4) | kind
+        mark = unit.mark if unit.marked_as is unit.fqn else mark_of(unit)
+        entry = mark << 36 | groups << 4 | kind
         self.total += 1
         self.last = entry
         info = unit.groups[0].mesh_info
-        self.path(info.shard_group).add(entry)
-        if kind is Kind.REDUCE and info.replicate_group is not None:
+        path = self._paths.get(id(info.shard_group)) or self.path(info.shard_group)
+        path.add(entry)
+        if kind == Kind.REDUCE and info.replicate_group is not None:
             # Replicas may run forwards on their own; their reductions have to agree.
             self.path(info.replicate_group).add(entry)
 
@@ -144,7 +145,7 @@ class Trail:
 
     # ---- before a collective, in debug mode ------------------------------------------------------
 
-    def announce(self, unit: Unit, kind: Kind, collectives: Collectives, streams: Streams) -> None:
+    def announce(self, unit: Unit, kind: int, collectives: Collectives, streams: Streams) -> None:
         """Raises on every rank unless all are about to run the same collective."""
         group = unit.groups[0]
         if _torch.is_capturing(group.device):
@@ -152,7 +153,7 @@ class Trail:
         entry = (mark_of(unit) << 36) | kind
         info = group.mesh_info
         axes = [info.shard_group]
-        if kind is Kind.REDUCE and info.replicate_group is not None:
+        if kind == Kind.REDUCE and info.replicate_group is not None:
             axes.append(info.replicate_group)
         for axis in axes:
             try:
@@ -180,8 +181,8 @@ class Trail:
                 settings = (mark_of(unit) << 36) | (_settings(unit) << 4) | Kind.SETTINGS
                 for group in (info.shard_group, *across):
                     self.path(group).add(settings)
-        value = path.value
-        replicas = self.path(across[0]).value if across else 0
+        value = path.value % _PRIME
+        replicas = self.path(across[0]).value % _PRIME if across else 0
         return [value, -value, replicas, -replicas]
 
     def compare(
@@ -243,7 +244,7 @@ def mark_of(unit: Unit) -> int:
 def describe(entry: int) -> str:
     """An entry of a trail in words."""
     name = _NAMES.get(entry >> 36, "a unit that this rank does not have")
-    return _WORDS[Kind(entry & 15)].format(name)
+    return _WORDS[entry & 15].format(name)
 
 
 def _settings(unit: Unit) -> int:
