@@ -69,7 +69,15 @@ class CapturedStep:
 
         Returns:
             The (mean) loss, 0-dim; after a replay a copy of the graph's own tensor.
+
+        Raises:
+            ValueError: If the batch has another number of microbatches.
         """
+        if self._accumulation > 1 and len(batch) != self._accumulation:
+            raise ValueError(
+                f"the step was made with accumulation={self._accumulation}, but the batch is a "
+                f"list of {len(batch)}"
+            )
         signature = _signature(batch)
         graph = self._graphs.get(signature)
         if graph is not None:

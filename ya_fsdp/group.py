@@ -12,7 +12,7 @@ from .collectives import Collectives
 from .gradients import GroupGradients
 from .layout import ShardLayout
 from .mesh import MeshInfo
-from .param import OWN_ATTRIBUTES, ReleasedParameter, ShardedParam
+from .param import OWN_ATTRIBUTES, ReleasedParameter, ReplacedParameter, ShardedParam
 from .precision import MixedPrecisionPolicy, ResolvedDtypes, resolve
 from .quantised import gather_quantised
 from .ragged import RaggedShardDTensor, make_placement, new_ragged
@@ -126,6 +126,19 @@ class ParamGroup:
                     self._take(param, index, param.sharded)
             elif current is not None:
                 self._take(param, index, current)
+
+    def check_sites(self) -> None:
+        """Refuses what user code put into a module and nobody could train, by name."""
+        for param in self.params:
+            param.check_sites()
+
+    def adopt_assigned(self) -> None:
+        """Takes the values of parameters that user code assigned; those objects get no gradient."""
+        assigned = [param.registered for param in self.params]
+        self.readopt()
+        for tensor, param in zip(assigned, self.params, strict=True):
+            if tensor is not None and tensor is not param.sharded:
+                ReplacedParameter.mark(tensor, param.fqn)
 
     def _first_loaded(self) -> Tensor | None:
         """On meta: a parameter that ``load_state_dict(assign)`` has given values.

@@ -259,8 +259,8 @@ class YaFSDPModule(FSDPModule):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refused: pickling would store shards and process groups."""
         raise NotImplementedError(
-            "a sharded module can not be pickled. Save model.state_dict() with "
-            "torch.distributed.checkpoint, or the full state dict."
+            "a sharded module can not be pickled or copied by copy.copy. Save model.state_dict() "
+            "with torch.distributed.checkpoint, or the full state dict."
         )
 
     # ---- helpers ---------------------------------------------------------------------------------
@@ -300,8 +300,8 @@ def call_with_unshard(
     state: ModuleState = module.__dict__["_ya_fsdp_state"]
     unit = state.unit
     schedule = state.schedule or schedule_of(module)
-    args, kwargs = hooks.pre_forward(schedule, unit, args, kwargs)
     try:
+        args, kwargs = hooks.pre_forward(schedule, unit, args, kwargs)
         output = call(*args, **kwargs)
     except BaseException:
         schedule.post_forward(unit, False)

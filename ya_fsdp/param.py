@@ -131,14 +131,17 @@ class SetattrTable(dict[str, "nn.Parameter | None"]):
         self._module = weakref.ref(module)
 
     def __setitem__(self, name: str, value: nn.Parameter | None) -> None:
+        super().__setitem__(name, value)
         module = self._module()
         if module is not None:
             setattr(module, name, value)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The parameter of that name."""
+        """The parameter of that name; the last one written once the module is gone."""
         module = self._module()
-        return default if module is None else module._parameters.get(name, default)
+        if module is None:
+            return super().get(name, default)
+        return module._parameters.get(name, default)
 
 
 def parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -197,6 +200,33 @@ class ShardedParam:
         """Whatever the first module that owns the parameter holds now."""
         table, name = self.sites[0]
         return table.get(name)
+
+    def check_sites(self) -> None:
+        """Refuses what user code put into a module and nobody could train.
+
+        Raises:
+            RuntimeError: If the parameter was removed, tied, untied or replaced by a plain tensor
+                after ``fully_shard``.
+        """
+        for table, name in self.sites:
+            current: Any = table.get(name)
+            if current is self.sharded or current is self.unsharded:
+                continue
+            owner = getattr(current, "_ya_fsdp_fqn", self.fqn)
+            if current is None:
+                what = "removed (or given a parametrization)"
+            elif not isinstance(current, nn.Parameter):
+                what = "replaced by a plain tensor (torch.func.functional_call does so)"
+            elif owner != self.fqn:
+                what = f"tied to '{owner}'"
+            elif self.registered is self.sharded:
+                what = "replaced under one of its names only"
+            else:
+                continue
+            raise RuntimeError(
+                f"parameter '{self.fqn}' was {what} after fully_shard. Change a model's "
+                "parameters before fully_shard, and build the optimizer afterwards."
+            )
 
     def user_attributes(self) -> dict[str, Any]:
         """What user code has set on the sharded parameter."""

@@ -189,9 +189,11 @@ class Unit:
 
     def readopt_if_replaced(self) -> None:
         """Notices parameters that user code put into a module since the last gather."""
-        for group in self.groups:
-            if group.replaced():
-                group.readopt()
+        replaced = [group for group in self.groups if group.replaced()]
+        for group in replaced:
+            group.check_sites()
+        for group in replaced:
+            group.adopt_assigned()
 
 
 def use_collectives(units: Sequence[Unit], collectives: Collectives | None) -> None:
