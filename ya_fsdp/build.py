@@ -197,7 +197,9 @@ def move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
 
 # ---- roots ---------------------------------------------------------------------------------------
 
-_orphanages: dict[tuple[str, int], weakref.ref[Schedule]] = {}
+# Kept for good: when the last model of a device is collected differs between ranks, and what a
+# schedule counts (backward passes, say) must not.
+_orphanages: dict[tuple[str, int], Schedule] = {}
 
 
 def schedule_of(module: nn.Module) -> Schedule:
@@ -289,11 +291,10 @@ def _schedule_for(units: list[Unit], is_alone: bool) -> Schedule:
     device = next((g.device for u in units for g in u.groups), torch.device("cpu"))
     if is_alone:
         key = (device.type, device.index or 0)
-        existing = _orphanages.get(key)
-        schedule = existing() if existing is not None else None
+        schedule = _orphanages.get(key)
         if schedule is None:
             schedule = Schedule([], Streams(device), default_collectives(), is_orphanage=True)
-            _orphanages[key] = weakref.ref(schedule)
+            _orphanages[key] = schedule
         schedule.units.extend(units)
         for unit in units:
             unit.on_forget = schedule.remove_unit

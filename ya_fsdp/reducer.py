@@ -200,12 +200,16 @@ class Reducer:
         slot.alloc_storage(unit.reduce_bytes)
         return slot
 
-    def finish(self, units: Sequence[Unit]) -> None:
-        """Ends a backward pass: compute waits for every reduction, then hooks of users run."""
+    def finish(self, units: Sequence[Unit] | None) -> None:
+        """Ends a backward pass: compute waits for every reduction, then hooks of users run.
+
+        Args:
+            units: Whose parameters ranks may have used differently; ``None``: those reduced.
+        """
         if not self._touched:
             return
         if self.exchange_usage:
-            self._exchange(units)
+            self._exchange(list(dict.fromkeys(self._touched)) if units is None else units)
         self.streams.compute_waits_for_comm()
         self._in_flight.clear()
         touched, self._touched = self._touched, []

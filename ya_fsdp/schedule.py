@@ -78,6 +78,9 @@ class Schedule(Gathering):
         if unit.slot is not None and unit.slot.content is unit:
             unit.slot.content = unit.slot.holder = None
         unit.slot = None
+        if self.is_orphanage and not self.units:
+            self.pool.slots.clear()
+            self.reducer.drop_slots()
         self.units_changed()
 
     # ---- forward ------------------------------------------------------------------------------
@@ -341,7 +344,8 @@ class Schedule(Gathering):
             if self.is_last_backward:
                 unit.pending_backward = 0
             self._drop_unused_prefetch(unit)
-        self.reducer.finish(self.units)
+        # Units without a common root may belong to a model that only this rank still remembers.
+        self.reducer.finish(None if self.is_orphanage else self.units)
         for listener in self.after_backward:
             listener()
         if self.carveout is not None:

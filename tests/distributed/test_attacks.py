@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -169,3 +170,23 @@ def give_too_few_microbatches(rank: int, world: int) -> None:
 
 def test_a_captured_step_refuses_another_number_of_microbatches(world2: WorkerPool) -> None:
     world2.run(give_too_few_microbatches)
+
+
+def outlive_another_model(rank: int, world: int) -> None:
+    gc.collect()
+    gc.disable()  # one rank keeps models in reference cycles that the others have collected
+    try:
+        for turn in range(4):
+            model, reference = pair(MLP, root, seed=turn)
+            for _ in range(turn + 1):
+                assert_trains_as_reference(model, reference, rank, world)
+            model.cycle = [model]
+            del model
+            if rank:
+                gc.collect()
+    finally:
+        gc.enable()
+
+
+def test_ranks_that_collect_old_models_at_different_times_train_on(world2: WorkerPool) -> None:
+    world2.run(outlive_another_model)

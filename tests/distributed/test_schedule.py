@@ -414,8 +414,8 @@ def delete(rank: int, world_size: int, name: str) -> None:
             units[-1].groups[0].params[0].unsharded,
         )
     ]
-    if name == "layers only":
-        del watched[4]  # units without a root share one schedule, which may serve other models
+    if name in ("layers only", "root"):
+        del watched[4]  # units without a common root share one schedule, kept for the next ones
     del model, reference, optimizers, first, units, xs
     gc.collect()
     assert [w() for w in watched] == [None] * len(watched)
