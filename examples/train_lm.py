@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import torch.distributed as dist
 import typer
 
 from lm import checkpoint
@@ -27,7 +26,7 @@ from lm.loop import Loop
 from lm.model import Block, Decoder, ModelConfig
 from lm.progress import Monitor
 from lm.report import History, draw_losses, write_json
-from lm.runtime import Runtime, StopRequest, make_deterministic, start
+from lm.runtime import Runtime, StopRequest, finish, make_deterministic, start
 from lm.sample import generate
 from lm.trainer import Trainer, TrainingOptions
 from ya_fsdp import MixedPrecisionPolicy, fully_shard
@@ -211,7 +210,7 @@ def main(
         monitor.say(f"stopped after {len(history.losses)} of {steps} steps; --resume goes on")
     facts["wall_seconds"] = round(time.perf_counter() - began, 1)
     report(trainer, monitor, history, out, facts)
-    dist.destroy_process_group()
+    finish()
 
 
 if __name__ == "__main__":
