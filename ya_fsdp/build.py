@@ -48,6 +48,22 @@ def state_of(module: nn.Module) -> ModuleState | None:
     return module.__dict__.get(_STATE)
 
 
+def units_of(modules: Iterable[nn.Module]) -> Iterator[Unit]:
+    """The units of those of some modules that are managed, each once, in the modules' order."""
+    seen: set[Unit] = set()
+    for module in modules:
+        state = state_of(module)
+        if state is not None and state.unit not in seen:
+            seen.add(state.unit)
+            yield state.unit
+
+
+def groups_of(model: nn.Module) -> Iterator[ParamGroup]:
+    """Every parameter group at or below a module once, in module order."""
+    for unit in units_of(model.modules()):
+        yield from unit.groups
+
+
 def managed_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
     """The modules a call manages: everything below the roots that no earlier call manages."""
     seen: dict[int, nn.Module] = {}

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import _torch
-from .build import schedule_of, state_of
+from .build import groups_of, schedule_of, state_of
 from .carveout import CarveOut, carveout_available
 from .group import ParamGroup
 from .mesh import MeshInfo
@@ -47,7 +47,7 @@ def set_communication_sms(model: nn.Module, num_sms: int | Literal["auto"] | Non
         raise ValueError(f"num_sms must be a positive int, 'auto' or None, got {num_sms!r}")
     if state_of(model) is None:
         raise ValueError(f"{type(model).__name__} is not sharded; call fully_shard first")
-    groups = _groups_below(model)
+    groups = list(groups_of(model))
     done = []
     capped = _cap_communicators(groups, count)
     if capped:
@@ -59,11 +59,6 @@ def set_communication_sms(model: nn.Module, num_sms: int | Literal["auto"] | Non
     message = "; ".join(done) or "nothing: this device and back end offer no such setting"
     logger.info("set_communication_sms(%r): %s", num_sms, message)
     return message
-
-
-def _groups_below(model: nn.Module) -> list[ParamGroup]:
-    units = {id(s.unit): s.unit for m in model.modules() if (s := state_of(m)) is not None}
-    return [group for unit in units.values() for group in unit.groups]
 
 
 def _cap_communicators(groups: list[ParamGroup], count: int) -> int:
@@ -84,7 +79,7 @@ def _cap_communicators(groups: list[ParamGroup], count: int) -> int:
 def persistent_buffers(model: nn.Module) -> list[Tensor]:
     """Every buffer of a sharded model whose address stays the same from step to step."""
     schedule = schedule_of(model)
-    shards = [group.master_shard for group in _groups_below(model)]
+    shards = [group.master_shard for group in groups_of(model)]
     return shards + [slot.buffer for slot in schedule.buffers()]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -10,22 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import _torch
-from .build import state_of
+from .build import groups_of
 from .grad_shard import FlatPiece
 from .group import ParamGroup
 from .ragged import new_ragged
 
 Key = Callable[[str, nn.Parameter], Hashable]
-
-
-def groups_of(model: nn.Module) -> Iterator[ParamGroup]:
-    """Every parameter group of a sharded model once, in module order."""
-    seen: set[int] = set()
-    for module in model.modules():
-        state = state_of(module)
-        if state is not None and id(state.unit) not in seen:
-            seen.add(id(state.unit))
-            yield from state.unit.groups
 
 
 def _names(model: nn.Module) -> dict[int, str]:

@@ -86,7 +86,7 @@ class CapturedStep:
         if not self._can_capture(signature) or warm < WARMUP_STEPS:
             self._warm[signature] = warm + 1
             self.eager_steps += 1
-            return self._eager(batch)
+            return self._step(batch)
         try:
             graph = _Graph(self._step, self._model, batch)
         except CaptureError as error:
@@ -102,9 +102,6 @@ class CapturedStep:
         on_cuda = any(p.is_cuda for p in self._model.parameters())
         room = len(self._graphs) < self._max_captures
         return on_cuda and room and signature not in self._given_up
-
-    def _eager(self, batch: Any) -> Tensor:
-        return self._step(batch)
 
     def _step(self, batch: Any) -> Tensor:
         self._optimizer.zero_grad(set_to_none=True)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from . import _torch, hooks
-from .build import ModuleState, schedule_of, state_of
+from .build import ModuleState, schedule_of, state_of, units_of
 from .collectives import Collectives, check_collectives
 from .schedule import Schedule
 from .unit import Unit, use_collectives, watch_optimizers
@@ -272,13 +272,8 @@ class YaFSDPModule(FSDPModule):
                 yield state.unit, schedule_of(module)
 
     def _ya_managed(self, recurse: bool) -> Iterator[Unit]:
-        seen: set[int] = set()
-        modules = cast(nn.Module, self).modules() if recurse else (cast(nn.Module, self),)
-        for module in modules:
-            state = state_of(module)
-            if state is not None and id(state.unit) not in seen:
-                seen.add(id(state.unit))
-                yield state.unit
+        module = cast(nn.Module, self)
+        return units_of(module.modules() if recurse else (module,))
 
     def _ya_reshard_all(self) -> None:
         for module in cast(nn.Module, self).modules():

@@ -117,11 +117,6 @@ class Unit:
         self.backward_prefetch: list[Unit] | None = None
 
     @property
-    def trainable(self) -> bool:
-        """Whether any parameter of the unit wants a gradient now."""
-        return any(p.sharded.requires_grad for g in self.groups for p in g.params)
-
-    @property
     def in_use(self) -> bool:
         """Whether somebody computes with the gathered parameters."""
         return self.phase is not Phase.IDLE or self.held

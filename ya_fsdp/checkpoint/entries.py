@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..build import state_of
-from ..group import ParamGroup
 from ..ragged import RaggedShardDTensor
 from .peers import CheckpointError
 
@@ -216,13 +214,3 @@ def write_whole(target: Tensor, whole: Tensor) -> None:
         target.to_local().copy_(own.to_local())
     else:
         target.copy_(whole)
-
-
-def groups_of(model: nn.Module) -> Iterator[ParamGroup]:
-    """The parameter groups of every sharded module, each once."""
-    seen: set[int] = set()
-    for module in model.modules():
-        state = state_of(module)
-        if state is not None and id(state.unit) not in seen:
-            seen.add(id(state.unit))
-            yield from state.unit.groups

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
+from ..build import groups_of
 from ..group import ParamGroup
 from ..ragged import RaggedShardDTensor
 from .entries import (
     Entry,
     LoadResult,
     compare,
-    groups_of,
     model_state,
     plain_name,
     set_extra_state,

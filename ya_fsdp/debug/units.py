@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from .. import build
 from ..build import schedule_of, state_of
 from ..group import ParamGroup
 from ..mesh import MeshInfo
@@ -18,13 +19,13 @@ def units_of(model: nn.Module) -> list[Unit]:
     Raises:
         ValueError: If the model is not sharded.
     """
-    units = {id(s.unit): s.unit for m in model.modules() if (s := state_of(m)) is not None}
+    units = list(build.units_of(model.modules()))
     if not units:
         raise ValueError(f"{type(model).__name__} is not sharded; call fully_shard first")
     for module in model.modules():
         if state_of(module) is not None:
             schedule_of(module)  # names of units and parameters are known from here on
-    return list(units.values())
+    return units
 
 
 def by_mesh(groups: Iterable[ParamGroup]) -> list[tuple[MeshInfo, list[ParamGroup]]]:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import _torch
-from ..build import schedule_of, state_of
-from ..flat import clip_grad_norm_, flat_parameters, groups_of
+from ..build import groups_of, schedule_of, state_of
+from ..flat import clip_grad_norm_, flat_parameters
 from ..module import YaFSDPModule
 from ..schedule import Schedule
 from . import state

@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..build import state_of
+from ..build import groups_of, state_of
 from ..checkpoint.entries import model_state
 from ..checkpoint.full import gather_entries, load_full_state_dict, plan_gathers
 from ..checkpoint.peers import Peers
-from ..flat import groups_of
 from ..group import ParamGroup
 from .arguments import Ranks
 
