@@ -5,14 +5,17 @@ from __future__ import annotations
 import ctypes
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks import emulation, kernels, models
+from benchmarks import checkpoint, emulation, kernels, models
 from benchmarks.emulation import Network
 from benchmarks.host import measure_host
 from benchmarks.measure import Sample, bound, extrapolated
@@ -193,3 +196,18 @@ def test_host_time_of_plain_and_fsdp2_is_split_by_phase_on_a_cpu() -> None:
     named = {"root", "pre-forward", "post-forward", "pre-backward", "post-backward", "collectives"}
     assert sharded.phases.keys() == named
     assert sharded.parts.keys() == {"forward", "backward", "optimizer"}
+
+
+def test_one_rank_of_many_plans_for_all_and_gets_its_own_pieces_back(tmp_path: Path) -> None:
+    job = Job(models.config_of("tiny"), 1, 8, 5, torch.device("cpu"))
+    record = checkpoint.measure(job, "tiny:8", "ours", tmp_path, full=True)
+    elements = sum(models.unit_elements(job.config))
+    assert record["restored"]
+    # Master weights and two states of AdamW, and padding.
+    assert 1.0 <= record["shard"] / (3 * 4 * elements / 5) < 1.05
+    assert 0 < record["save_planning_s"] < record["save_s"]
+    metadata = FileSystemReader(tmp_path / "step_000002").read_metadata().state_dict_metadata
+    for name, parameter in models.on_meta(job.config).named_parameters():
+        entry = metadata[f"model.{name}"]
+        assert isinstance(entry, TensorStorageMetadata)
+        assert sum(chunk.sizes.numel() for chunk in entry.chunks) == parameter.numel()

@@ -161,4 +161,9 @@ def _optimizer_targets(
             shape, dtype = tuple(entry.size), entry.properties.dtype
             value = template(optimizer, name, parameter, key, shape, dtype)
         targets.setdefault(name, {})[key] = value
-    return targets
+    # The ranks' lists of names were merged; optimizers begin with their counters.
+    return {n: dict(sorted(own.items(), key=_is_spread)) for n, own in targets.items()}
+
+
+def _is_spread(item: tuple[str, Any]) -> bool:
+    return isinstance(item[1], Tensor) and item[1].dim() > 0
