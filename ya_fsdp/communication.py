@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import _torch
-from .build import groups_of, schedule_of, state_of
+from .build import groups_of, schedule_of, state_of, units_of
 from .carveout import CarveOut, carveout_available
 from .group import ParamGroup
 from .mesh import MeshInfo
@@ -80,6 +80,9 @@ def persistent_buffers(model: nn.Module) -> list[Tensor]:
     """Every buffer of a sharded model whose address stays the same from step to step."""
     schedule = schedule_of(model)
     shards = [group.master_shard for group in groups_of(model)]
+    for unit in units_of(model.modules()):
+        if unit.secondary is not None:
+            shards += unit.secondary.buffers()
     return shards + [slot.buffer for slot in schedule.buffers()]
 
 

@@ -29,6 +29,7 @@ from .mesh import MeshInfo
 from .module import YaFSDPModule, sharded_class
 from .pipeline import offer_to_pipelines
 from .precision import MixedPrecisionPolicy
+from .secondary import check_reshard, resolve_reshard
 from .unit import Unit, use_collectives
 
 M = TypeVar("M", bound=nn.Module)
@@ -97,7 +98,9 @@ def fully_shard(
             group is then made from torchrun's environment if nobody has made one.
         reshard_after_forward: Whether gathered parameters are freed between forward and backward:
             ``True`` (ZeRO-3), ``False`` (ZeRO-2), ``None`` (``True``; what is still in its buffer
-            when backward needs it is not gathered again).
+            when backward needs it is not gathered again). An int (hpZ): freed, but groups of so
+            many neighbouring ranks of the shard axis (a node's) keep a second shard in the gather
+            dtype, from which backward gathers. It divides the axis; 1 is ``False``, all ``True``.
         mp_policy: Dtypes of compute, gather, reduction and outputs; torch's class or ours.
         ignored_params: Parameters to leave alone: not sharded, not moved, not reduced.
         shard_alignment: Every rank's shard is a multiple of this many elements, at least of 16
@@ -121,11 +124,10 @@ def fully_shard(
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If a module or parameter can not be sharded; the message names it.
-        NotImplementedError: If ``reshard_after_forward`` is an int.
         RuntimeError: If there is no process group and no torchrun environment to make one from.
     """
     modules = _check_modules(module)
-    _check_reshard(reshard_after_forward)
+    check_reshard(reshard_after_forward)
     policy = _check_policy(mp_policy)
     _check_alignment(shard_alignment)
     check_collectives(collectives)
@@ -139,12 +141,13 @@ def fully_shard(
     params = collect_params(modules, managed, ignored)
     _check_devices(params, device)
     mesh_info = MeshInfo.of(mesh)
+    reshard = resolve_reshard(reshard_after_forward, mesh_info, type(modules[0]).__name__)
     groups = make_groups(params, policy, mesh_info, device, shard_alignment, granularity)
     move_buffers(managed, device)
     unit = Unit("", groups, policy)
     unit.fqn = type(modules[0]).__name__
     use_collectives([unit], collectives)
-    unit.reshard_after_forward = reshard_after_forward is not False
+    unit.reshard_after(*reshard)
     if sync_replicas:
         unit.sync_replicas()
     if fused_weight_gradients:
@@ -254,17 +257,6 @@ def _check_managed(modules: list[nn.Module], ignored: set[nn.Parameter]) -> None
                 "gradients, which can not be reduced; make it with sparse=False or pass its weight "
                 "in ignored_params"
             )
-
-
-def _check_reshard(value: Any) -> None:
-    if value is None or isinstance(value, bool):
-        return
-    if isinstance(value, int):
-        raise NotImplementedError(
-            f"reshard_after_forward={value}: an int (a secondary shard over a smaller group) is "
-            "not supported yet; use True, False or None"
-        )
-    raise TypeError(f"reshard_after_forward must be a bool, an int or None, got {value!r}")
 
 
 def _check_policy(policy: Any) -> MixedPrecisionPolicy:

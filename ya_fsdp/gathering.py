@@ -57,8 +57,13 @@ class Gathering:
             with self.streams.on_comm():
                 if unit.unequal:
                     unit.sync_replicas()
-                for group in unit.groups:
-                    group.gather(collectives)
+                if unit.secondary is None:
+                    fresh = True
+                    for group in unit.groups:
+                        group.gather(collectives)
+                else:
+                    keep = unit.reshard_after_forward
+                    fresh = unit.secondary.gather(unit.groups, collectives, stamp, keep)
         except RuntimeError as error:
             self.trail.fail(error, unit, "gathering")
         self.trail.note(unit, Kind.GATHER, len(unit.groups))
@@ -68,7 +73,8 @@ class Gathering:
         if self.carveout is not None:
             self.carveout.on()
         unit.gather_pending = True
-        unit.gathered_at = optimizer_steps()
+        if fresh:
+            unit.gathered_at = optimizer_steps()
         slot.content = unit
         slot.stamp = stamp
 

@@ -45,3 +45,33 @@ class MeshInfo:
         """The placements of a parameter with these bounds."""
         ragged = cast(Placement, make_placement(tuple(bounds), shape))
         return (ragged,) if self.mesh.ndim == 1 else (Replicate(), ragged)
+
+
+_subgroups: dict[tuple[dist.ProcessGroup, int], dist.ProcessGroup] = {}
+
+
+def subgroup_of(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
+    """The ``size`` neighbouring ranks of ``group`` that this rank is among.
+
+    Made once per group and size, by the ranks of ``group`` alone.
+    """
+    found = _subgroups.get((group, size))
+    if found is None or not _is_alive(found):
+        ranks = dist.get_process_group_ranks(group)
+        first = group.rank() // size * size
+        made = dist.new_group(
+            ranks[first : first + size],
+            backend=str(dist.get_backend_config(group)),
+            use_local_synchronization=True,
+        )
+        assert isinstance(made, dist.ProcessGroup)
+        found = _subgroups[group, size] = made
+    return found
+
+
+def _is_alive(group: dist.ProcessGroup) -> bool:
+    try:
+        dist.get_backend(group)
+    except ValueError:  # destroy_process_group() has ended it
+        return False
+    return True

@@ -14,7 +14,7 @@ from . import _torch, hooks
 from .build import ModuleState, schedule_of, state_of, units_of
 from .collectives import Collectives, check_collectives
 from .schedule import Schedule
-from .unit import Unit, use_collectives, watch_optimizers
+from .unit import Unit, reshard_units, use_collectives, watch_optimizers
 
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
@@ -150,12 +150,14 @@ class YaFSDPModule(FSDPModule):
 
     # ---- when to reshard -----------------------------------------------------------------------
 
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether parameters are freed between forward and backward (ZeRO-3) or kept (ZeRO-2)."""
-        if not isinstance(reshard_after_forward, bool):
-            raise ValueError(f"reshard_after_forward must be a bool, got {reshard_after_forward}")
-        for unit in self._ya_managed(recurse):
-            unit.reshard_after_forward = reshard_after_forward
+    def set_reshard_after_forward(
+        self, reshard_after_forward: bool | int, recurse: bool = True
+    ) -> None:
+        """Whether parameters are freed between forward and backward (ZeRO-3) or kept (ZeRO-2).
+
+        An int: freed, but for a second shard over so many ranks; see :func:`ya_fsdp.fully_shard`.
+        """
+        reshard_units([*self._ya_managed(recurse)], reshard_after_forward)
         self._ya_slots_changed()
 
     def set_reshard_after_backward(

@@ -113,10 +113,12 @@ def keep(schedule: Schedule, num_bytes: int) -> list[str]:
 
 
 def traffic(unit: Unit) -> int:
-    """Bytes that a rank receives when the unit is gathered."""
+    """Bytes that a rank receives when the unit is gathered for backward."""
     total = 0
     for group in unit.groups:
         size = group.mesh_info.shard_size
+        if unit.secondary is not None:
+            size = unit.secondary.group.size()
         total += group.gather_bytes * (size - 1) // size
     return total
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any
 
+import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from . import _torch
@@ -13,6 +14,7 @@ from .buffers import Slot, aligned
 from .collectives import Collectives, default_collectives, fp32_accumulating
 from .group import ParamGroup
 from .precision import MixedPrecisionPolicy
+from .secondary import SecondaryShard, check_divides, check_reshard, resolve_reshard
 
 STALE_VERSION = 1 << 20
 """Version counters of parameters whose slot was overwritten start here, so that autograd's message
@@ -110,6 +112,7 @@ class Unit:
         self.on_forget: Callable[[Unit], None] | None = None
         # What a user may set.
         self.reshard_after_forward = True
+        self.secondary: SecondaryShard | None = None
         self.reshard_after_backward = True
         self.unshard_in_backward = True
         self.sync_gradients = True
@@ -146,10 +149,23 @@ class Unit:
             self.slot.content = None
         self.slot = slot
         self.guarded = False  # parameters may be other objects from here on
+        self._forget_secondary()
         offset = 0
         for group in self.groups:
             group.bind(slot.view(offset, group.layout.total_numel, group.dtypes.gather))
             offset += aligned(group.gather_bytes)
+
+    def reshard_after(self, reshard: bool, ranks: dist.ProcessGroup | None) -> None:
+        """Sets what happens after forward; see :func:`ya_fsdp.secondary.resolve_reshard`."""
+        self.reshard_after_forward = reshard
+        if ranks is None:
+            self.secondary = None
+        elif self.secondary is None or self.secondary.group is not ranks:
+            self.secondary = SecondaryShard(ranks)
+
+    def _forget_secondary(self) -> None:
+        if self.secondary is not None:
+            self.secondary.stamp = -1
 
     def sync_replicas(self) -> None:
         """Makes values equal on all replicas, now or as soon as there are any."""
@@ -189,6 +205,7 @@ class Unit:
             group.check_sites()
         for group in replaced:
             group.adopt_assigned()
+            self._forget_secondary()
 
 
 def use_collectives(units: Sequence[Unit], collectives: Collectives | None) -> None:
@@ -208,6 +225,25 @@ def use_collectives(units: Sequence[Unit], collectives: Collectives | None) -> N
         unit.collectives = collectives
         if unit.policy.bit32_acc_for_bit16_reduce_scatter:
             unit.collectives = fp32_accumulating(collectives or default_collectives())
+
+
+def reshard_units(units: Sequence[Unit], value: bool | int) -> None:
+    """Sets ``reshard_after_forward`` of several units, or of none if it does not fit one.
+
+    Raises:
+        TypeError: If it is neither a bool nor an int.
+        ValueError: If as an int it does not divide a unit's ranks.
+    """
+    if value is None:
+        raise TypeError("reshard_after_forward must be a bool or an int, got None")
+    check_reshard(value)
+    units = [unit for unit in units if unit.groups]
+    if not isinstance(value, bool):
+        for unit in units:
+            check_divides(value, unit.groups[0].mesh_info, f"unit '{unit.fqn}'")
+    for unit in units:
+        where = f"unit '{unit.fqn}'"
+        unit.reshard_after(*resolve_reshard(value, unit.groups[0].mesh_info, where))
 
 
 def refuse_left_behind(units: Sequence[Unit]) -> None:

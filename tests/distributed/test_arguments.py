@@ -103,7 +103,7 @@ def data_parallel() -> nn.Module:
 Case = tuple[Callable[[], Any], dict[str, Any], type[BaseException], str]
 
 BAD: dict[str, Case] = {
-    "reshard int": (MLP, {"reshard_after_forward": 2}, NotImplementedError, r"=2.*not supported"),
+    "reshard int": (MLP, {"reshard_after_forward": 5}, ValueError, r"=5 of MLP.*divide"),
     "reshard text": (MLP, {"reshard_after_forward": "yes"}, TypeError, "'yes'"),
     "policy": (MLP, {"mp_policy": torch.bfloat16}, TypeError, r"MixedPrecision.*bfloat16"),
     "mesh type": (MLP, {"mesh": 2}, TypeError, "DeviceMesh"),
@@ -220,7 +220,7 @@ METHODS: list[tuple[str, tuple[Any, ...], dict[str, Any], type[BaseException], s
     ("set_requires_gradient_sync", (1,), {}, TypeError, "requires_gradient_sync.*1"),
     ("set_requires_all_reduce", ("no",), {}, TypeError, "requires_all_reduce.*'no'"),
     ("set_is_last_backward", (None,), {}, TypeError, "is_last_backward.*None"),
-    ("set_reshard_after_forward", (2,), {}, ValueError, "reshard_after_forward.*2"),
+    ("set_reshard_after_forward", (5,), {}, ValueError, "reshard_after_forward=5 of unit"),
     ("set_reshard_after_backward", ("x",), {}, TypeError, "reshard_after_backward.*'x'"),
     ("set_unshard_in_backward", (0,), {}, TypeError, "unshard_in_backward.*0"),
     ("set_force_sum_reduction_for_comms", (0,), {}, TypeError, "enable.*0"),

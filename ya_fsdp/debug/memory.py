@@ -43,11 +43,13 @@ class MemoryReport:
         groups: One row per group.
         gather_slots: Bytes of every gather buffer that exists now.
         gradient_slots: Bytes of every gradient buffer that exists now.
+        secondary: Bytes of second shards, see ``reshard_after_forward=int``.
     """
 
     groups: tuple[GroupMemory, ...]
     gather_slots: tuple[int, ...]
     gradient_slots: tuple[int, ...]
+    secondary: int = 0
 
     @property
     def shards(self) -> int:
@@ -69,6 +71,8 @@ class MemoryReport:
         grads = " + ".join(_mib(n) for n in self.gradient_slots) or "none yet"
         lines.append(f"weights on this rank: {_mib(self.shards)} MiB")
         lines.append(f"gather buffers: {slots} MiB; gradient buffers: {grads} MiB")
+        if self.secondary:
+            lines.append(f"second shards: {_mib(self.secondary)} MiB")
         return "\n".join(lines)
 
 
@@ -116,5 +120,11 @@ def memory_report(model: nn.Module) -> MemoryReport:
         ),
         gradient_slots=tuple(
             slot.resident_bytes for s in schedules.values() for slot in s.reducer.slots
+        ),
+        secondary=sum(
+            buffer.numel() * buffer.itemsize
+            for unit in units
+            if unit.secondary is not None
+            for buffer in unit.secondary.buffers()
         ),
     )
