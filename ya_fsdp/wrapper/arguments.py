@@ -49,6 +49,7 @@ class Arguments:
     def __post_init__(self) -> None:
         _check_numbers(self)
         _check_modules(self)
+        _check_hpz(self)
         _check_yccl(self)
         if self.all_reduce_grads_across_model_parallel_group and (
             self.model_parallel_process_group is None
@@ -94,12 +95,6 @@ def _check_numbers(args: Arguments) -> None:
     steps = args.gradient_accumulation_steps
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"gradient_accumulation_steps must be an int of at least 1, got {steps!r}")
-    if args.hpz_first_layers_num:
-        raise NotImplementedError(
-            f"hpz_first_layers_num={args.hpz_first_layers_num}: a second shard per node is not "
-            "available yet; pass 0. zero_stage=2 gathers once per step where memory allows, and "
-            "fully_shard(block, reshard_after_forward=False) on the first blocks keeps just those."
-        )
 
 
 def _check_modules(args: Arguments) -> None:
@@ -119,6 +114,25 @@ def _check_modules(args: Arguments) -> None:
                 "layer_norm_module_cls must be a module class or a tuple of them (an empty one "
                 f"for a model without norms), got {cls!r}"
             )
+
+
+def _check_hpz(args: Arguments) -> None:
+    count, wrapped = args.hpz_first_layers_num, len(args.modules_to_wrap_with_names)
+    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= wrapped:
+        raise ValueError(
+            f"hpz_first_layers_num must be an int from 0 to the {wrapped} modules that are "
+            f"wrapped, got {count!r}"
+        )
+    if count and args.intra_node_data_parallel_process_group is None:
+        raise ValueError(
+            f"hpz_first_layers_num={count} needs an intra_node_data_parallel_process_group whose "
+            "ranks keep a second shard of the first layers"
+        )
+    if count and args.zero_stage != 3:
+        raise ValueError(
+            f"hpz_first_layers_num={count} has no effect with zero_stage={args.zero_stage}, where "
+            "layers are gathered once per step; pass zero_stage=3 or hpz_first_layers_num=0"
+        )
 
 
 def _check_yccl(args: Arguments) -> None:
@@ -141,11 +155,6 @@ def _check_yccl(args: Arguments) -> None:
         raise ImportError(
             "use_yccl=True needs the package yccl, which is not installed and not published; "
             "use_yccl=False communicates through torch.distributed (NCCL or gloo)"
-        )
-    else:
-        raise NotImplementedError(
-            "use_yccl=True: there is no back end for yccl yet; use_yccl=False communicates "
-            "through torch.distributed (NCCL or gloo)"
         )
 
 

@@ -48,22 +48,24 @@ class YaFSDP(nn.Module):
         all_reduce_grads_across_model_parallel_group: Sum gradients of norms over them.
         bit16_reduce_scatter: Reduce gradients in ``param_dtype`` instead of fp32.
         bit32_acc_for_bit16_reduce_scatter: Accumulate that in fp32.
-        hpz_first_layers_num: Not available: must be 0.
+        hpz_first_layers_num: How many of the wrapped modules, from the first on, keep a second
+            shard over the node's ranks, from which backward gathers; needs ``zero_stage=3`` and
+            an ``intra_node_data_parallel_process_group``.
         rogue_layer_norm_modules_with_names: Norms outside of wrapped modules, with their names.
         sync_module_states: Each node's first rank gives its values to the others.
         param_init_fn: Materialises a module's own parameters and buffers that are on meta.
         device_id: Device, ``None`` for the current accelerator, or CPU with gloo.
         is_trainable: ``False`` for a frozen model stored in ``param_dtype``.
-        use_yccl: Not available: must be ``False``.
-        yccl_intra_inter_expr: A function of the rank, or a pair; only with ``use_yccl``.
+        use_yccl: Gather, and sum bf16 gradients, through the package ``yccl``.
+        yccl_intra_inter_expr: (intra_color, inter_color) of ``yccl``, or a function of the rank
+            that returns them; ``None``: by node, and by place in the node.
         profile: Names the forward of every wrapped module in profiles.
-        yccl_all_gather_stages: Only with ``use_yccl``.
+        yccl_all_gather_stages: Stages of ``yccl``'s gather, ``None`` for its own choice.
         use_yccl_padding: Accepted; shards are padded to 16 bytes in any case.
 
     Raises:
         TypeError: If an argument has the wrong type, such as a string for colours.
         ValueError: If an argument's value can not be; the message names it.
-        NotImplementedError: If an argument asks for what is not available.
         ImportError: If ``use_yccl`` is set and there is no package ``yccl``.
         RuntimeError: If there is no process group.
     """

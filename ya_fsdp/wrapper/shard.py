@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..build import units_of
 from ..fully_shard import fully_shard
 from ..module import YaFSDPModule
 from .arguments import Arguments, Ranks
+from .network import after_forward, collectives_of
 
 
 @dataclass
@@ -69,6 +71,8 @@ def make_plan(root: nn.Module, args: Arguments) -> Plan:
 def shard(root: nn.Module, plan: Plan, args: Arguments, ranks: Ranks) -> None:
     """Materialises, fills and shards the model, one unit at a time; a collective call."""
     _check_leftovers(root, plan, ranks)
+    second = after_forward(args, ranks) if args.hpz_first_layers_num else (True, None)
+    collectives = collectives_of(args, ranks)
     at_root = set(plan.at_root)
     materialise(plan.at_root, args, ranks)
     elsewhere = {p for m in root.modules() if m not in at_root for p in m.parameters(recurse=False)}
@@ -80,6 +84,7 @@ def shard(root: nn.Module, plan: Plan, args: Arguments, ranks: Ranks) -> None:
         reshard_after_forward=False,
         mp_policy=args.policy(),
         ignored_params=elsewhere,
+        collectives=collectives,
     )
     for unit in _tied_together(plan.wrapped.values()):
         members = dict.fromkeys(m for top in unit for m in top.modules() if m not in at_root)
@@ -90,7 +95,11 @@ def shard(root: nn.Module, plan: Plan, args: Arguments, ranks: Ranks) -> None:
             reshard_after_forward=args.reshard_after_forward,
             mp_policy=args.policy(),
             ignored_params=[p for m in plan.at_root for p in m.parameters(recurse=False)],
+            collectives=collectives,
         )
+    first = args.modules_to_wrap_with_names[: args.hpz_first_layers_num]
+    for sharded in units_of(module for module, _ in first):
+        sharded.reshard_after(*second)
     factor = dist.get_world_size(ranks.data) * args.gradient_accumulation_steps
     for module in root.modules():
         if isinstance(module, YaFSDPModule):
