@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ya_fsdp.collectives.fp32_accumulating import sum_received
+from ya_fsdp.kernels import sum_rows
 from ya_fsdp.quantised import dequantise, quantise, row_bytes
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -78,8 +78,8 @@ def measure(name: str, ranks: int, noise: float, numel: int = 1 << 16, seed: int
     truth = values.double().sum(0)
     wide = torch.empty(numel, dtype=torch.float32)
     narrow = torch.empty(numel, dtype=dtype)
-    sum_received(wide, values, average=False)
-    sum_received(narrow, values, average=False)
+    sum_rows(wide, values)
+    sum_rows(narrow, values)
     ring = error(ring_sum(values), truth)
     return Row(name, ranks, noise, ring, error(wide, truth), error(narrow, truth))
 

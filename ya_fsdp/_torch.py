@@ -66,14 +66,25 @@ def all_gather_flat(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> 
 
 
 def reduce_scatter_flat(output: Tensor, input: Tensor, op: Any, group: dist.ProcessGroup) -> None:
-    """Flat reduce-scatter on the current stream; see :func:`all_gather_flat` for the reason."""
+    """Flat reduce-scatter on the current stream; see :func:`all_gather_flat` for the reason.
+
+    ``op`` is a ``ReduceOp``, or a number by which NCCL multiplies every input before the sum.
+    """
     options = _SCATTER_OPTIONS.get(op)
     if options is None:
         options = _SCATTER_OPTIONS[op] = _options(dist.distributed_c10d.ReduceScatterOptions)
-        options.reduceOp = op
+        options.reduceOp = _premul_sum(op) if isinstance(op, float) else op
     work = group._reduce_scatter_base(real_view(output), real_view(input), options)
     if work is not None:
         work.wait()
+
+
+def _premul_sum(factor: float) -> Any:
+    """NCCL's sum of inputs times a factor, which has a public name from 2.13 on only."""
+    public = getattr(dist.ReduceOp, "PREMUL_SUM", None)
+    if callable(public):
+        return public(factor)
+    return dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
 
 
 _EXCHANGE_OPTIONS = _options(dist.distributed_c10d.AllToAllOptions)

@@ -14,11 +14,11 @@ from torch.nn.parameter import is_lazy
 
 from .collectives import default_collectives
 from .group import ParamGroup
+from .kernels import BLOCK
 from .layout import Granularity, ShardLayout, choose_blocks, group_alignment, plan_layout
 from .mesh import MeshInfo
 from .param import TAKEN, ReplacedParameter, ShardedParam, parameter_table
 from .precision import MixedPrecisionPolicy, ResolvedDtypes, resolve
-from .quantised import BLOCK
 from .ragged import RaggedShardDTensor
 from .schedule import Schedule
 from .streams import Streams

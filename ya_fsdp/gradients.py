@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _torch
-from .collectives import Collectives, DivideFactors, divide_factors
+from .collectives import Collectives, DivideFactors, divide_factors, dividing
 from .grad_shard import GradShard
 from .layout import ShardLayout
 from .mesh import MeshInfo
@@ -264,10 +264,10 @@ class GroupGradients:
             out = own
         else:
             out = torch.empty_like(own, dtype=wide)
-        if factors.pre != 1.0:
+        if factors.pre != 1.0 and not factors.by_collective:
             reduce_input.div_(factors.pre)
         if info.shard_size > 1:
-            collectives.reduce_scatter(out, reduce_input, factors.average, info.shard_group)
+            self._reduce_scatter(out, reduce_input, factors, collectives)
         elif out is not own:
             out.copy_(own)
         if self.partial is not None:
@@ -287,6 +287,17 @@ class GroupGradients:
             else:
                 self.shard.flat.add_(out)
 
+    def _reduce_scatter(
+        self, out: Tensor, reduce_input: Tensor, factors: DivideFactors, collectives: Collectives
+    ) -> None:
+        group = self.mesh_info.shard_group
+        if factors.by_collective:
+            offers = dividing(collectives, group, self.dtypes.reduce)
+            assert offers is not None
+            offers.reduce_scatter_divided(out, reduce_input, factors.pre, group)
+        else:
+            collectives.reduce_scatter(out, reduce_input, factors.average, group)
+
     def _sum_dtype(self, collectives: Collectives) -> torch.dtype:
         """Dtype of the sums over ranks: the reduce dtype, or a wider one where it is offered."""
         if self.mesh_info.shard_size == 1:
@@ -303,11 +314,13 @@ class GroupGradients:
         key = (collectives, options.divide_factor, options.force_sum)
         if self._cached_factors is None or self._cached_factors[0] != key:
             supported = collectives.supports_average(info.shard_group, self.dtypes.reduce)
+            divides = dividing(collectives, info.shard_group, self.dtypes.reduce) is not None
             factors = divide_factors(
                 info.shard_size * info.replicate_size,
                 self._sum_dtype(collectives),
                 factor=options.divide_factor,
                 average_supported=supported,
+                divisor_supported=divides and info.shard_size > 1,
                 force_sum=options.force_sum,
             )
             self._cached_factors = (key, factors)

@@ -10,15 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import _torch
 from .collectives import Collectives
-
-BLOCK = 256
-"""Elements with one scale; shards of quantised groups are multiples of it."""
+from .kernels import BLOCK, dequantise_rows
+from .scratch import Scratch
 
 _LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 _SCALE = torch.float32.itemsize
-_rows: dict[tuple[torch.device, int], Tensor] = {}
+_rows = Scratch()
 
 
 def row_bytes(numel: int) -> int:
@@ -46,7 +44,7 @@ def gather_quantised(
     """
     numel, size = shard.numel(), row_bytes(shard.numel())
     world = output.numel() // numel
-    rows = _rows_for(world * size, output.device)
+    rows = _rows.take(world * size, output.device)
     row = rows[rank * size : (rank + 1) * size]
     quantise(row, shard, dtype)
     collectives.all_gather(rows, row, group)
@@ -61,7 +59,7 @@ def quantise(row: Tensor, shard: Tensor, dtype: torch.dtype) -> None:
         shard: Shape (n,).
         dtype: ``torch.float8_e4m3fn`` or ``torch.int8``.
     """
-    values, scales = _parts(row.unsqueeze(0), shard.numel(), dtype)
+    values, scales = parts(row.unsqueeze(0), shard.numel(), dtype)
     blocks = shard.view(-1, BLOCK)
     largest = torch.linalg.vector_norm(blocks, float("inf"), dim=1, keepdim=True)
     scale = largest.to(torch.float32).div_(_LARGEST[dtype])
@@ -82,24 +80,11 @@ def dequantise(output: Tensor, rows: Tensor, dtype: torch.dtype) -> None:
         dtype: That of :func:`quantise`.
     """
     world = rows.shape[0]
-    values, scales = _parts(rows, output.numel() // world, dtype)
-    # 8-bit numbers are exact in 16 bits; the product is rounded once.
-    output.view_as(values).copy_(values)
-    output.view(world, -1, BLOCK).mul_(scales.unsqueeze(-1))
+    values, scales = parts(rows, output.numel() // world, dtype)
+    dequantise_rows(output, values, scales)
 
 
-def _parts(rows: Tensor, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def parts(rows: Tensor, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Views of the elements, shape (ranks, n), and of the scales, shape (ranks, n / 256)."""
     scales = rows[:, numel : numel + numel // BLOCK * _SCALE]
     return rows[:, :numel].view(dtype), scales.view(torch.float32)
-
-
-def _rows_for(num_bytes: int, device: torch.device) -> Tensor:
-    """Rows of all ranks; one buffer per stream, used by all groups in the stream's order."""
-    stream = 0 if device.type == "cpu" else _torch.current_stream_id(device)
-    rows = _rows.get((device, stream))
-    if rows is None or rows.numel() < num_bytes:
-        with torch.inference_mode(False):
-            rows = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        _rows[device, stream] = rows
-    return rows[:num_bytes]

@@ -38,6 +38,20 @@ class Averaging(C10dCollectives):
             output.div_(group.size())
 
 
+class Dividing(Averaging):
+    """Divides by any number on the way into the sum, as NCCL does."""
+
+    name = "dividing"
+
+    def supports_divisor(self, group: dist.ProcessGroup, dtype: torch.dtype) -> bool:
+        return True
+
+    def reduce_scatter_divided(
+        self, output: Tensor, input: Tensor, divisor: float, group: dist.ProcessGroup
+    ) -> None:
+        super().reduce_scatter(output, input / divisor, False, group)
+
+
 class Constant(nn.Module):
     """Its gradient is what it is given."""
 
@@ -60,7 +74,7 @@ def same_from_all_paths(rank: int, world: int) -> None:
         for wide in (False, True)
     ]
     for policy in policies:
-        for back_end in (C10dCollectives(), Averaging()):
+        for back_end in (C10dCollectives(), Averaging(), Dividing()):
             for setting in ("plain", "force_sum", "factor"):
                 model: Any = Constant().to(test_device())
                 fully_shard(model, mp_policy=MixedPrecisionPolicy(**policy), collectives=back_end)

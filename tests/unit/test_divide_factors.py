@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -37,6 +39,16 @@ TABLE = [
     (1000, FP16, {}, (32, 31.25, False)),
     (8, FP16, {"factor": 0.5}, (1, 0.5, False)),
     (8, FP16, {"factor": 1.0}, (1, 1, False)),
+    # A back end that divides by itself.
+    (8, FP32, {"divisor_supported": True}, (8, 1, False, True)),
+    (8, BF16, {"divisor_supported": True, "average_supported": True}, (1, 1, True)),
+    (8, BF16, {"divisor_supported": True, "factor": 2.5}, (2.5, 1, False, True)),
+    (8, FP32, {"divisor_supported": True, "factor": 2.5, "force_sum": True}, (1, 2.5, False)),
+    (8, FP32, {"divisor_supported": True, "factor": 1.0}, (1, 1, False)),
+    (8, FP16, {"divisor_supported": True}, (4, 2, False, True)),
+    (8, FP16, {"divisor_supported": True, "force_sum": True}, (4, 2, False)),
+    (8, FP16, {"divisor_supported": True, "factor": 0.5}, (0.5, 1, False, True)),
+    (1, FP32, {"divisor_supported": True}, (1, 1, False)),
 ]
 
 
@@ -45,7 +57,7 @@ def test_factors_are_those_of_the_table(
     world: int,
     dtype: torch.dtype,
     options: dict[str, float],
-    expected: tuple[float, float, bool],
+    expected: tuple[Any, ...],
 ) -> None:
     assert divide_factors(world, dtype, **options) == DivideFactors(*expected)  # type: ignore[arg-type]
 
@@ -55,19 +67,32 @@ def test_factors_are_those_of_the_table(
     dtype=st.sampled_from([BF16, FP16, FP32]),
     factor=st.none() | st.floats(2**-10, 2**20),
     average=st.booleans(),
+    divisor=st.booleans(),
     force_sum=st.booleans(),
 )
 def test_all_divisions_together_are_the_whole_factor(
-    world: int, dtype: torch.dtype, factor: float | None, average: bool, force_sum: bool
+    world: int,
+    dtype: torch.dtype,
+    factor: float | None,
+    average: bool,
+    divisor: bool,
+    force_sum: bool,
 ) -> None:
     factors = divide_factors(
-        world, dtype, factor=factor, average_supported=average, force_sum=force_sum
+        world,
+        dtype,
+        factor=factor,
+        average_supported=average,
+        divisor_supported=divisor,
+        force_sum=force_sum,
     )
     total = factors.pre * factors.post * (world if factors.average else 1)
     assert total == (world if factor is None else factor)
     assert not (factors.average and (force_sum or not average))
-    # Exact in any dtype, so that dividing first loses nothing but small numbers.
-    assert torch.frexp(torch.tensor(factors.pre)).mantissa == 0.5
+    assert not (factors.by_collective and (force_sum or not divisor))
+    if dtype == FP16 or not factors.by_collective:
+        # Exact in any dtype, so that dividing first loses nothing but small numbers.
+        assert torch.frexp(torch.tensor(factors.pre)).mantissa == 0.5 or factors.pre <= 1
 
 
 @given(world=st.integers(2, 4096))

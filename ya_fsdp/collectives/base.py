@@ -8,7 +8,7 @@ is nothing to inherit from) and passes an instance to ``fully_shard(..., collect
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -114,16 +114,47 @@ def check_collectives(collectives: Any) -> None:
         )
 
 
+class DividingCollectives(Collectives, Protocol):
+    """What a back end may offer beyond :class:`Collectives`: sums divided by any number.
+
+    Where it does, gradients need no division of their own in fp16 and with
+    ``set_gradient_divide_factor``.
+    """
+
+    def supports_divisor(self, group: dist.ProcessGroup, dtype: torch.dtype) -> bool:
+        """Whether :meth:`reduce_scatter_divided` takes (inputs of) this dtype in this group."""
+
+    def reduce_scatter_divided(
+        self, output: Tensor, input: Tensor, divisor: float, group: dist.ProcessGroup
+    ) -> None:
+        """Like ``reduce_scatter``, with every input or the sum in ``accumulation_dtype`` divided.
+
+        A 16-bit sum must not overflow where the sum of divided inputs does not.
+        """
+
+
+def dividing(
+    collectives: Collectives, group: dist.ProcessGroup, dtype: torch.dtype
+) -> DividingCollectives | None:
+    """The back end itself if it divides sums of this dtype in this group."""
+    offers: Any = collectives
+    if not hasattr(offers, "supports_divisor") or not offers.supports_divisor(group, dtype):
+        return None
+    return cast("DividingCollectives", offers)
+
+
 @dataclass(frozen=True)
 class DivideFactors:
     """How a mean over ranks is computed: divide by ``pre``, reduce, divide by ``post``.
 
-    ``average`` says that the collective itself divides by the group's size.
+    ``average`` says that the collective itself divides by the group's size, ``by_collective`` that
+    it is the one that divides by ``pre``.
     """
 
     pre: float
     post: float
     average: bool
+    by_collective: bool = False
 
 
 def divide_factors(
@@ -132,18 +163,22 @@ def divide_factors(
     *,
     factor: float | None = None,
     average_supported: bool = False,
+    divisor_supported: bool = False,
     force_sum: bool = False,
 ) -> DivideFactors:
     """Chooses how gradients are divided so that every path gives the same mean.
 
     fp16 overflows when summed first and underflows when divided first, so half of the factor (in
-    powers of two, about the square root) goes before the sum and the rest after it.
+    powers of two, about the square root) goes before the sum and the rest after it. A back end
+    that divides (NCCL's premultiplied sum) saves the pass over all gradients before the sum, or
+    the one over the shard after it.
 
     Args:
         world_size: Ranks whose gradients are summed.
         dtype: Dtype in which they are summed.
         factor: Divide by this instead of ``world_size``.
         average_supported: Whether the back end offers an exact average.
+        divisor_supported: Whether the back end divides by any number.
         force_sum: Use a plain sum on the wire whatever the back end offers.
 
     Returns:
@@ -152,9 +187,12 @@ def divide_factors(
     total = float(world_size if factor is None else factor)
     if dtype != torch.float16 and average_supported and not force_sum and total == world_size:
         return DivideFactors(1.0, 1.0, world_size > 1)
+    by_collective = divisor_supported and not force_sum and total != 1.0
     if dtype == torch.float16 and total > 1.0:
         pre = 1.0
         while total / pre > pre:
             pre *= 2.0
-        return DivideFactors(pre, total / pre, False)
+        return DivideFactors(pre, total / pre, False, by_collective)
+    if by_collective:
+        return DivideFactors(total, 1.0, False, True)
     return DivideFactors(1.0, total, False)

@@ -33,6 +33,16 @@ class C10dCollectives:
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
         _torch.reduce_scatter_flat(output, input, op, group)
 
+    def supports_divisor(self, group: dist.ProcessGroup, dtype: torch.dtype) -> bool:
+        """NCCL multiplies inputs by any number on their way into the sum; gloo does not."""
+        return dtype.is_floating_point and "nccl" in group.name().lower()
+
+    def reduce_scatter_divided(
+        self, output: Tensor, input: Tensor, divisor: float, group: dist.ProcessGroup
+    ) -> None:
+        """See :class:`DividingCollectives`."""
+        _torch.reduce_scatter_flat(output, input, 1.0 / divisor, group)
+
     def all_reduce(self, tensor: Tensor, op: str, group: dist.ProcessGroup) -> None:
         """See :class:`Collectives`."""
         dist.all_reduce(_torch.real_view(tensor), _OPS[op], group=group)

@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch
-from .base import Collectives, Purpose
+from ..kernels import sum_rows
+from ..scratch import Scratch
+from .base import Collectives, Purpose, dividing
 
 _NARROW = (torch.bfloat16, torch.float16)
 
@@ -31,7 +33,7 @@ class Fp32AccumulatingCollectives:
         self.inner = inner
         self.name = f"{inner.name}+fp32"
         self.keeps_memory = inner.keeps_memory
-        self._received: dict[tuple[torch.device, int], Tensor] = {}
+        self._received = Scratch()
 
     def allocate(self, num_bytes: int, device: torch.device, purpose: Purpose) -> Tensor:
         """See :class:`Collectives`."""
@@ -48,9 +50,30 @@ class Fp32AccumulatingCollectives:
         if input.dtype not in _NARROW:
             self.inner.reduce_scatter(output, input, average, group)
             return
-        received = self._receive_buffer(input)
+        self._exchange(output, input, group.size() if average else 1.0, group)
+
+    def supports_divisor(self, group: dist.ProcessGroup, dtype: torch.dtype) -> bool:
+        """Always for 16 bits: the kernel that sums divides too."""
+        return dtype in _NARROW or dividing(self.inner, group, dtype) is not None
+
+    def reduce_scatter_divided(
+        self, output: Tensor, input: Tensor, divisor: float, group: dist.ProcessGroup
+    ) -> None:
+        """See :class:`DividingCollectives`; the fp32 sum is divided."""
+        if input.dtype in _NARROW:
+            self._exchange(output, input, divisor, group)
+            return
+        inner = dividing(self.inner, group, input.dtype)
+        assert inner is not None
+        inner.reduce_scatter_divided(output, input, divisor, group)
+
+    def _exchange(
+        self, output: Tensor, input: Tensor, divisor: float, group: dist.ProcessGroup
+    ) -> None:
+        num_bytes = input.numel() * input.element_size()
+        received = self._received.take(num_bytes, input.device).view(input.dtype)
         _torch.all_to_all_flat(received, input, group)
-        sum_received(output, received.view(group.size(), -1), average)
+        sum_rows(output, received.view(group.size(), -1), divisor)
 
     def all_reduce(self, tensor: Tensor, op: str, group: dist.ProcessGroup) -> None:
         """See :class:`Collectives`."""
@@ -67,34 +90,3 @@ class Fp32AccumulatingCollectives:
     def accumulation_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """fp32 for 16-bit floating-point dtypes."""
         return torch.float32 if dtype in _NARROW else self.inner.accumulation_dtype(dtype)
-
-    def _receive_buffer(self, input: Tensor) -> Tensor:
-        """Room for what the other ranks send; grows, and is reused in its stream's order."""
-        device = input.device
-        stream = 0 if device.type == "cpu" else _torch.current_stream_id(device)
-        buffer = self._received.get((device, stream))
-        num_bytes = input.numel() * input.element_size()
-        if buffer is None or buffer.numel() < num_bytes:
-            with torch.inference_mode(False):
-                buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-            self._received[device, stream] = buffer
-        return buffer[:num_bytes].view(input.dtype)
-
-
-def sum_received(output: Tensor, received: Tensor, average: bool) -> None:
-    """Sums rows in fp32 into ``output``.
-
-    Args:
-        output: Shape (n,), fp32 or the dtype of ``received``.
-        received: Shape (ranks, n), 16 bits.
-        average: Whether to divide by the number of ranks before rounding to ``output``.
-    """
-    wide = output
-    if output.dtype != torch.float32:
-        wide = torch.empty_like(output, dtype=torch.float32)
-    # One kernel on a GPU: it widens while it reads.
-    torch.sum(received, 0, dtype=torch.float32, out=wide)
-    if average:
-        wide.div_(received.shape[0])
-    if wide is not output:
-        output.copy_(wide)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .base import Collectives, Purpose
+from .base import Collectives, Purpose, dividing
 from .c10d import default_collectives
 
 
@@ -68,6 +68,19 @@ class RecordingCollectives:
         """See :class:`Collectives`."""
         self._note("reduce_scatter", input, 1, group)
         self.inner.reduce_scatter(output, input, average, group)
+
+    def supports_divisor(self, group: dist.ProcessGroup, dtype: torch.dtype) -> bool:
+        """What the inner one says."""
+        return dividing(self.inner, group, dtype) is not None
+
+    def reduce_scatter_divided(
+        self, output: Tensor, input: Tensor, divisor: float, group: dist.ProcessGroup
+    ) -> None:
+        """See :class:`DividingCollectives`; noted as a reduce-scatter."""
+        inner = dividing(self.inner, group, input.dtype)
+        assert inner is not None
+        self._note("reduce_scatter", input, 1, group)
+        inner.reduce_scatter_divided(output, input, divisor, group)
 
     def all_reduce(self, tensor: Tensor, op: str, group: dist.ProcessGroup) -> None:
         """See :class:`Collectives`."""
