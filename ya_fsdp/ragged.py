@@ -12,6 +12,7 @@ from torch.distributed.tensor import Replicate
 # Importing the files of operators fills the table that RaggedShardDTensor looks them up in.
 from ya_fsdp import ragged_ops, ragged_random, ragged_reduce  # noqa: F401
 from ya_fsdp.ragged_boxes import Box, flat_range_to_boxes
+from ya_fsdp.ragged_checkpoint import piece_boxes
 from ya_fsdp.ragged_placement import (
     FlatRaggedShard,
     PieceAddress,
@@ -36,6 +37,7 @@ __all__ = [
     "make_placement",
     "match_optimizer_state",
     "new_ragged",
+    "piece_boxes",
 ]
 
 # torch.load(weights_only=True) refuses what it has not been told of.

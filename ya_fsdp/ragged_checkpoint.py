@@ -6,13 +6,16 @@ can read it at any world size.
 
 from __future__ import annotations
 
+from operator import add
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement
 
 from ya_fsdp.ragged_boxes import Box, flat_range_to_boxes
+from ya_fsdp.ragged_mesh import Part
 
 
 class _CutTensor(Protocol):
@@ -25,6 +28,10 @@ class _CutTensor(Protocol):
     @property
     def device_mesh(self) -> DeviceMesh: ...
     @property
+    def placements(self) -> tuple[Placement, ...]: ...
+    @property
+    def part(self) -> Part: ...
+    @property
     def ragged_axis(self) -> int: ...
     @property
     def ragged_rank(self) -> int: ...
@@ -34,7 +41,11 @@ class _CutTensor(Protocol):
 
 def piece_boxes(tensor: _CutTensor) -> list[Box]:
     """The boxes of the whole tensor that this rank's piece consists of, none if it is empty."""
-    return flat_range_to_boxes(tuple(tensor.shape), *tensor.ragged_range)
+    part = tensor.part
+    boxes = flat_range_to_boxes(part.sizes, *tensor.ragged_range)
+    if not any(part.offsets):
+        return boxes
+    return [box._replace(offsets=tuple(map(add, box.offsets, part.offsets))) for box in boxes]
 
 
 def write_items(tensor: _CutTensor, fqn: str) -> list[Any]:
@@ -93,5 +104,6 @@ def chunk_view(tensor: _CutTensor, index: Any) -> Tensor:
 def _is_first_replica(tensor: _CutTensor) -> bool:
     coordinate: Any = tensor.device_mesh.get_coordinate() or []
     return all(
-        position == 0 for axis, position in enumerate(coordinate) if axis != tensor.ragged_axis
+        position == 0 or not placement.is_replicate()
+        for position, placement in zip(coordinate, tensor.placements, strict=True)
     )

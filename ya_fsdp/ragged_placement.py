@@ -261,7 +261,7 @@ def ragged_axis(placements: Sequence[Placement]) -> int:
     """The mesh axis with the ragged placement.
 
     Raises:
-        ValueError: If there is not exactly one, or another axis is not replicated.
+        ValueError: If there is not exactly one, or another axis is neither replicated nor sharded.
     """
     found = -1
     for axis, placement in enumerate(placements):
@@ -269,8 +269,10 @@ def ragged_axis(placements: Sequence[Placement]) -> int:
             if found >= 0:
                 raise ValueError(f"only one mesh axis may be ragged, got {placements}")
             found = axis
-        elif not placement.is_replicate():
-            raise ValueError(f"the other axes of a ragged tensor are Replicate, got {placements}")
+        elif not placement.is_replicate() and type(placement) is not Shard:
+            raise ValueError(
+                f"the other axes of a ragged tensor are Replicate or Shard, got {placements}"
+            )
     if found < 0:
         raise ValueError(f"one mesh axis has to be ragged, got {placements}")
     return found

@@ -31,7 +31,7 @@ def _random_inplace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     local = tensor._local_tensor
     full = torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
     func(full, *args[1:], **kwargs)
-    local.copy_(_own_range(tensor, full))
+    local.copy_(tensor.piece_of(full))
     return tensor
 
 
@@ -39,7 +39,7 @@ def _random_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     tensor = args[0]
     local = tensor._local_tensor
     whole = torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
-    return tensor.like(_own_range(tensor, func(whole, *args[1:], **kwargs)).clone())
+    return tensor.like(tensor.piece_of(func(whole, *args[1:], **kwargs)).clone())
 
 
 def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -64,7 +64,7 @@ def copy_into(target: Tensor, source: Tensor, non_blocking: bool = False) -> Non
     if whole.numel() == 1:
         local.copy_(whole.reshape(()), non_blocking)
     else:
-        local.copy_(_own_range(target, whole.expand(target.shape)), non_blocking)
+        local.copy_(target.piece_of(whole.expand(target.shape)), non_blocking)
 
 
 def _copy_out(target: Tensor, source: Tensor, non_blocking: bool) -> None:
@@ -100,10 +100,6 @@ def _foreach_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
             copy_into(target, source)
     if pieces[0]:
         func(*pieces, *rest, **kwargs)
-
-
-def _own_range(tensor: RaggedShardDTensor, full: Tensor) -> Tensor:
-    return tensor.ragged_placement.local_slice(full, tensor.ragged_rank)
 
 
 register(RANDOM_INPLACE, _random_inplace)

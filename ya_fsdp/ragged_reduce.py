@@ -1,7 +1,7 @@
 """Reductions of ragged tensors to one value, communicated at once.
 
-The result is a plain tensor, the same on every rank of the ragged mesh axis. Replicas on other mesh
-axes hold the same pieces and are not counted again. Values travel as 64-bit numbers (32-bit where
+The result is a plain tensor, the same on every rank of the mesh. Replicas on other mesh axes hold
+the same pieces and are not counted again. Values travel as 64-bit numbers (32-bit where
 the device has none), because a sum of squares leaves the range of smaller types.
 """
 
@@ -21,6 +21,7 @@ from ya_fsdp.ragged_tensor import RaggedShardDTensor
 SMALL = (torch.float16, torch.bfloat16)
 
 Arguments = dict[str, Any]
+Groups = tuple[dist.ProcessGroup, ...]
 
 
 def _bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -53,30 +54,35 @@ def wide(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return torch.int64
 
 
-def combine(values: Tensor, op: Any, group: dist.ProcessGroup) -> Tensor:
+def combine(values: Tensor, op: Any, groups: Groups) -> Tensor:
     """All-reduces values in place; a NaN on any rank stays one under ``MAX`` and ``MIN``.
 
     Args:
         values: One value per entry, 64-bit.
         op: ``SUM``, ``MAX`` or ``MIN``.
-        group: The process group of the ragged axis.
+        groups: Process groups of the axes over which pieces differ.
     """
     if op is dist.ReduceOp.SUM or not values.is_floating_point():
-        dist.all_reduce(values, op=op, group=group)
+        _all_reduce(values, op, groups)
         return values
     # Backends differ in what they make of max(NaN, 1), so NaN travels as a value of its own.
     missing = values.isnan()
     sign = 1.0 if op is dist.ReduceOp.MAX else -1.0
     both = torch.stack([values.masked_fill(missing, -sign * torch.inf), sign * missing])
-    dist.all_reduce(both, op=op, group=group)
+    _all_reduce(both, op, groups)
     return torch.where(both[1] != 0, torch.nan, both[0])
 
 
+def _all_reduce(values: Tensor, op: Any, groups: Groups) -> None:
+    for group in groups:
+        dist.all_reduce(values, op=op, group=group)
+
+
 def _combined(tensor: RaggedShardDTensor, value: Tensor, op: Any) -> Tensor:
-    group = tensor.ragged_group
+    groups = tensor.groups
     if value.is_complex():
-        return torch.view_as_complex(combine(torch.view_as_real(value).contiguous(), op, group))
-    return combine(value.reshape(1), op, group).reshape(())
+        return torch.view_as_complex(combine(torch.view_as_real(value).contiguous(), op, groups))
+    return combine(value.reshape(1), op, groups).reshape(())
 
 
 def total(tensor: RaggedShardDTensor, piece: Tensor) -> Tensor:
@@ -166,10 +172,10 @@ def _norm_rule(p: float) -> tuple[Any, float]:
     return dist.ReduceOp.SUM, 1.0 if p == 0 else p
 
 
-def combine_norms(norms: Tensor, p: float, group: dist.ProcessGroup) -> Tensor:
+def combine_norms(norms: Tensor, p: float, groups: Groups) -> Tensor:
     """Global p-norms from every rank's own, one per entry, 64-bit."""
     op, power = _norm_rule(p)
-    return combine(norms.pow(power), op, group).pow(1.0 / power)
+    return combine(norms.pow(power), op, groups).pow(1.0 / power)
 
 
 def local_norms(pieces: list[Tensor], p: float) -> Tensor:
@@ -194,7 +200,7 @@ def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     p = 2.0 if p is None else float(p)
     dtype = bound.get("dtype")
     local = tensor._local_tensor if dtype is None else tensor._local_tensor.to(dtype)
-    norm = combine_norms(local_norms([local], p), p, tensor.ragged_group)
+    norm = combine_norms(local_norms([local], p), p, tensor.groups)
     return norm.reshape(()).to(local.dtype.to_real())
 
 
@@ -203,20 +209,20 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     bound = dict(zip(argument_names(func), args, strict=False)) | kwargs
     tensors, p, dtype = bound["self"], float(bound.get("ord", 2)), bound.get("dtype")
     results: list[Any] = [None] * len(tensors)
-    groups: dict[Any, list[int]] = {}
+    alike: dict[Any, list[int]] = {}
     plain: list[int] = []
     for index, tensor in enumerate(tensors):
         if isinstance(tensor, RaggedShardDTensor):
-            groups.setdefault((tensor.ragged_group, tensor.device), []).append(index)
+            alike.setdefault((tensor.groups, tensor.device), []).append(index)
         else:
             plain.append(index)
     if plain:
         for index, norm in zip(plain, func([tensors[i] for i in plain], p, dtype), strict=True):
             results[index] = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    for (group, _), indices in groups.items():
+    for (groups, _), indices in alike.items():
         pieces = [tensors[i]._local_tensor for i in indices]
         pieces = pieces if dtype is None else [piece.to(dtype) for piece in pieces]
-        norms = combine_norms(local_norms(pieces, p), p, group)
+        norms = combine_norms(local_norms(pieces, p), p, groups)
         # One conversion for each dtype, not for each tensor.
         kinds = {piece.dtype.to_real() for piece in pieces}
         converted = {kind: norms.to(kind).unbind() for kind in kinds}
@@ -240,7 +246,7 @@ def _matching_piece(ragged: RaggedShardDTensor, tensor: Any) -> Tensor:
     if is_cut_alike(ragged, tensor):
         return cast(Tensor, tensor.to_local())
     whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return ragged.ragged_placement.local_slice(whole, ragged.ragged_rank)
+    return ragged.piece_of(whole)
 
 
 def _dot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -258,9 +264,9 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     gradients, found_inf, inverse_scale = args
     pieces = [g._local_tensor if isinstance(g, RaggedShardDTensor) else g for g in gradients]
     func(pieces, found_inf, inverse_scale)
-    groups = dict.fromkeys(g.ragged_group for g in gradients if isinstance(g, RaggedShardDTensor))
-    for group in groups:
-        dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=group)
+    ragged = [g for g in gradients if isinstance(g, RaggedShardDTensor)]
+    groups = dict.fromkeys(group for gradient in ragged for group in gradient.groups)
+    _all_reduce(found_inf, dist.ReduceOp.MAX, tuple(groups))
 
 
 register(("sum",), _sum)

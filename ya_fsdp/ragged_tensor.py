@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from math import prod
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from ya_fsdp import ragged_mesh
 from ya_fsdp._torch import (
     DTENSOR_BASE,
     allow_foreach,
@@ -114,11 +114,11 @@ class RaggedShardDTensor(DTENSOR_BASE):  # type: ignore[misc]
         Returns:
             A tensor of ``full``'s shape and dtype, whose piece shares no memory with ``full``.
         """
-        placements = (placement,) if isinstance(placement, RaggedShard) else tuple(placement)
-        axis = ragged_axis(placements)  # type: ignore[arg-type]
-        piece = placements[axis].local_slice(full.detach(), mesh_rank(mesh, axis))  # type: ignore[union-attr]
+        single = isinstance(placement, RaggedShard)
+        placements = cast("tuple[Placement, ...]", (placement,) if single else tuple(placement))  # type: ignore[arg-type]
+        piece = ragged_mesh.piece_of(full.detach(), mesh, placements)
         local = piece.clone(memory_format=torch.contiguous_format)
-        return new_ragged(local, mesh, placements, full.shape, requires_grad=requires_grad)  # type: ignore[arg-type]
+        return new_ragged(local, mesh, placements, full.shape, requires_grad=requires_grad)
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -147,13 +147,22 @@ class RaggedShardDTensor(DTENSOR_BASE):  # type: ignore[misc]
 
     @property
     def ragged_range(self) -> tuple[int, int]:
-        """This process's range of the flattened tensor."""
+        """This process's range of the flattened :attr:`part`."""
         return self.ragged_placement.local_range(self.ragged_rank)
 
     @property
-    def ragged_group(self) -> dist.ProcessGroup:
-        """The process group of :attr:`ragged_axis`."""
-        return cast(DeviceMesh, self._spec.mesh).get_group(self.ragged_axis)
+    def part(self) -> ragged_mesh.Part:
+        """What the ragged axis cuts: the whole tensor, or this rank's part of it on other axes."""
+        return ragged_mesh.part_of(self.shape, self.device_mesh, self.placements)
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Process groups over which a reduction goes: of :attr:`ragged_axis` and sharded axes."""
+        return ragged_mesh.groups_with_other_pieces(self.device_mesh, self.placements)
+
+    def piece_of(self, full: Tensor) -> Tensor:
+        """What this rank owns of a whole tensor of this shape; a view where strides allow it."""
+        return ragged_mesh.piece_of(full, self.device_mesh, self.placements)
 
     @property
     def data(self) -> RaggedShardDTensor:
@@ -194,6 +203,8 @@ class RaggedShardDTensor(DTENSOR_BASE):  # type: ignore[misc]
         Args:
             shape: A shape of the same number of elements; one length may be -1.
         """
+        if self.part.sizes != tuple(self.shape):
+            raise NotImplementedError(f"a view of a tensor with placements {self.placements}")
         shape = torch.empty(self.shape, device="meta").view(*shape).shape
         axis, rank = self.ragged_axis, self.ragged_rank
         placements = list(self.placements)
@@ -208,11 +219,17 @@ class RaggedShardDTensor(DTENSOR_BASE):  # type: ignore[misc]
         return self._local_tensor
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
-        """Gathers the whole tensor on every rank; every rank of the mesh axis has to call it."""
-        local = self._local_tensor
-        if local.is_meta:
-            return local.new_empty(self.shape)
-        return self.ragged_placement.gather(local.detach(), self.shape, self.ragged_group)
+        """Gathers the whole tensor on every rank; every rank of the mesh has to call it."""
+        if self._local_tensor.is_meta:
+            return self._local_tensor.new_empty(self.shape)
+        return self._gathered().full_tensor()
+
+    @torch.no_grad()
+    def _gathered(self) -> DTensor:
+        """The tensor with ``Replicate`` on the ragged axis."""
+        group = self.device_mesh.get_group(self.ragged_axis)
+        part = self.ragged_placement.gather(self._local_tensor, self.part.sizes, group)
+        return ragged_mesh.part_as_dtensor(part, self.shape, self.device_mesh, self.placements)
 
     def redistribute(
         self,
@@ -220,12 +237,11 @@ class RaggedShardDTensor(DTENSOR_BASE):  # type: ignore[misc]
         placements: Sequence[Placement] | None = None,
         **options: Any,
     ) -> Any:
-        """Changes the placement by way of the whole tensor.
+        """Changes the placement by way of the tensor gathered over the ragged axis.
 
         Args:
             device_mesh: Has to be the tensor's own mesh when given.
-            placements: One placement for each mesh axis. The ragged axis may become
-                ``Replicate``, ``Shard`` or another ragged placement.
+            placements: For each axis ``Replicate``, ``Shard`` or, on one, a ragged placement.
             **options: ``async_op`` is accepted and ignored; a ``forward_dtype`` casts.
 
         Returns:
@@ -245,13 +261,9 @@ class RaggedShardDTensor(DTENSOR_BASE):  # type: ignore[misc]
         target = tuple(placements)
         if target == self.placements:
             return source
-        full = source.full_tensor()
-        if any(isinstance(placement, RaggedShard) for placement in target):
-            return RaggedShardDTensor.from_full(full, mesh, target)
-        if not all(type(placement) in (Replicate, Shard) for placement in target):
-            raise NotImplementedError(f"redistribute from {self.placements} to {target}")
-        replicated = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
-        return replicated.redistribute(mesh, target)
+        result = ragged_mesh.redistributed(source._gathered(), target)
+        is_stock = isinstance(result, DTensor)
+        return result if is_stock else new_ragged(result, mesh, target, self.shape)
 
     def data_ptr(self) -> int:
         """Address of a parameter's piece; for an empty piece a number no other tensor has.
@@ -340,7 +352,8 @@ def new_ragged(
     Args:
         local: This rank's piece, ``(rows, *shape[1:])`` for a row cut and flat for an element cut.
         mesh: The device mesh.
-        placements: One for each mesh axis: a ``RaggedShard`` and otherwise ``Replicate``.
+        placements: One for each mesh axis: a ``RaggedShard`` and otherwise ``Replicate`` or
+            ``Shard``. Other axes come first: the ragged one cuts this rank's part on those.
         shape: Shape of the whole tensor.
         stride: Strides of the whole tensor, row-major if left out. Others are refused.
         requires_grad: Whether the result is a leaf that requires gradients.
@@ -348,17 +361,8 @@ def new_ragged(
     Raises:
         ValueError: If the piece, the placements or the strides do not fit the shape and mesh.
     """
-    shape = torch.Size(shape)
-    axis = ragged_axis(placements)
-    placement = cast(RaggedShard, placements[axis])
-    if len(placements) != mesh.ndim or placement.world_size != mesh.size(axis):
-        raise ValueError(f"placements {placements} do not fit the mesh {mesh}")
-    if placement.numel != prod(shape):
-        raise ValueError(f"{placement} does not place the {prod(shape)} elements of {shape}")
-    expected = placement.local_shape(shape, mesh_rank(mesh, axis))
-    if tuple(local.shape) != expected:
-        raise ValueError(f"a piece of shape {expected} is needed, got {tuple(local.shape)}")
-    row_major = contiguous_stride(shape)
+    shape, row_major = torch.Size(shape), contiguous_stride(shape)
+    ragged_mesh.check_piece(tuple(local.shape), mesh, placements, shape)
     if stride is not None and tuple(stride) != row_major:
         raise ValueError(f"only row-major tensors can be cut, got strides {tuple(stride)}")
     if local.requires_grad:

@@ -102,7 +102,7 @@ def test_new_ragged_makes_no_copy_and_drops_the_pieces_history(mesh: DeviceMesh)
         ({"shape": (3, 3)}, "does not place the 9 elements"),
         ({"stride": (1, 4)}, "only row-major"),
         ({"placements": (Replicate(),)}, "one mesh axis has to be ragged"),
-        ({"placements": (Shard(0),)}, "are Replicate"),
+        ({"placements": (Shard(0),)}, "has to be ragged"),
         ({"placements": (FlatRaggedShard((0, 6, 12)),)}, "do not fit the mesh"),
         ({"placements": (Replicate(), FlatRaggedShard((0, 12)))}, "do not fit the mesh"),
         ({"placements": (FlatRaggedShard((0, 12)),) * 2}, "only one mesh axis"),

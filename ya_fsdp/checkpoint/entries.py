@@ -205,8 +205,7 @@ def write_whole(target: Tensor, whole: Tensor) -> None:
         whole: A plain tensor of its shape, any dtype and device.
     """
     if isinstance(target, RaggedShardDTensor):
-        piece = target.ragged_placement.local_slice(whole, target.ragged_rank)
-        target._local_tensor.copy_(piece)
+        target._local_tensor.copy_(target.piece_of(whole))
     elif isinstance(target, DTensor):
         value = whole.to(target.device, target.dtype)
         mesh, placements = target.device_mesh, target.placements

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..ragged import RaggedShardDTensor, flat_range_to_boxes
+from ..ragged import RaggedShardDTensor, piece_boxes
 from .entries import Entry, LoadResult, ModelState, compare, model_state, write_whole
 from .peers import CheckpointError, Peers
 from .safetensors_files import Reader, find_files
@@ -100,7 +100,6 @@ def _read(reader: Reader, name: str, target: Tensor) -> None:
         write_whole(target, reader.whole(name))
         return
     flat = target._local_tensor.view(-1)
-    start, end = target.ragged_placement.local_range(target.ragged_rank)
-    for box in flat_range_to_boxes(tuple(target.shape), start, end):
+    for box in piece_boxes(target):
         values = reader.box(name, box.offsets, box.sizes) if box.sizes else reader.whole(name)
         flat[box.start : box.start + box.numel].copy_(values.reshape(-1))
