@@ -201,6 +201,9 @@ def storage_use_count(tensor: Tensor) -> int:
 # ---- ragged tensors -----------------------------------------------------------------------------
 
 from torch.distributed._composable.contract import STATE_KEY  # noqa: E402
+from torch.distributed._functional_collectives import (  # noqa: E402
+    AsyncCollectiveTensor,
+)
 from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard as _fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
@@ -252,6 +255,13 @@ def local_shape_and_offset(
 def join_meshes(first: Any, second: Any) -> Any:
     """One mesh of the axes of two slices of a mesh, in that order; no public name exists."""
     return DeviceMesh._concatenate([first, second])
+
+
+def finished(tensor: Tensor) -> Tensor:
+    """The result of a collective that functional collectives have left pending."""
+    if isinstance(tensor, AsyncCollectiveTensor):
+        return tensor.wait()
+    return tensor
 
 
 def respec(spec: Any, shape: Any, stride: Any, dtype: torch.dtype) -> Any:

@@ -6,10 +6,11 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm
+from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
 from .collectives import default_collectives
@@ -22,6 +23,7 @@ from .precision import MixedPrecisionPolicy, ResolvedDtypes, resolve
 from .ragged import RaggedShardDTensor
 from .schedule import Schedule
 from .streams import Streams
+from .tensor_parallel import TensorParallel
 from .unit import Phase, Unit
 
 GranularityOption = Granularity | Callable[[str, nn.Parameter], Granularity]
@@ -95,7 +97,10 @@ def named_sites(
 
 
 def collect_params(
-    roots: Sequence[nn.Module], modules: Sequence[nn.Module], ignored: set[nn.Parameter]
+    roots: Sequence[nn.Module],
+    modules: Sequence[nn.Module],
+    ignored: set[nn.Parameter],
+    mesh: DeviceMesh,
 ) -> list[ShardedParam]:
     """One entry per distinct parameter, with all the places that refer to it."""
     found: dict[int, ShardedParam] = {}
@@ -106,7 +111,8 @@ def collect_params(
         entry = found.get(id(param))
         if entry is None:
             check_param(fqn, param)
-            entry = found[id(param)] = ShardedParam(fqn, param, [])
+            parallel = TensorParallel.of(fqn, param, mesh)
+            entry = found[id(param)] = ShardedParam(fqn, param, [], parallel)
         entry.sites.append((tables[module], name))
     return list(found.values())
 
@@ -135,11 +141,22 @@ def check_param(fqn: str, param: nn.Parameter) -> None:
             f"parameter '{fqn}' is 0-dim and can not be cut; make it 1-dim "
             f"(nn.Parameter(value.reshape(1))) or pass it in ignored_params."
         )
-    if isinstance(param, DTensor):
-        raise ValueError(
-            f"parameter '{fqn}' is a DTensor on {param.device_mesh} already; sharding a DTensor "
-            "again is not supported. Shard the plain module, or pass it in ignored_params."
-        )
+
+
+class Kind(NamedTuple):
+    """What the parameters of a group have in common.
+
+    Attributes:
+        dtypes: Their dtypes in every role.
+        trainable: Whether they require gradients now.
+        is_meta: Whether they have no values yet.
+        own_mesh: Mesh axes that they came with (TP), ``None`` for plain parameters.
+    """
+
+    dtypes: ResolvedDtypes
+    trainable: bool
+    is_meta: bool
+    own_mesh: DeviceMesh | None
 
 
 def make_groups(
@@ -151,21 +168,27 @@ def make_groups(
     granularity: GranularityOption,
 ) -> list[ParamGroup]:
     """Sorts parameters into homogeneous groups and cuts each."""
-    kinds: dict[tuple[ResolvedDtypes, bool, bool], list[ShardedParam]] = {}
+    kinds: dict[Kind, list[ShardedParam]] = {}
     for param in params:
         tensor = param.sharded
         dtypes = resolve(policy, tensor.dtype, tensor.requires_grad, tensor.ndim)
-        key = (dtypes, tensor.requires_grad, tensor.device.type == "meta")
+        parallel = param.tensor_parallel
+        key = Kind(
+            dtypes,
+            tensor.requires_grad,
+            tensor.device.type == "meta",
+            None if parallel is None else parallel.own_mesh,
+        )
         kinds.setdefault(key, []).append(param)
     # Every layout is planned before any parameter is touched: a user's function may raise.
     layouts = [
-        _plan(members, dtypes, mesh_info.shard_size, alignment, granularity)
-        for (dtypes, _, _), members in kinds.items()
+        _plan(members, kind.dtypes, mesh_info.shard_size, alignment, granularity)
+        for kind, members in kinds.items()
     ]
     groups = []
-    for (key, members), layout in zip(kinds.items(), layouts, strict=True):
+    for (kind, members), layout in zip(kinds.items(), layouts, strict=True):
         originals = [m.sharded for m in members]
-        where = torch.device("meta") if key[2] else device
+        where = torch.device("meta") if kind.is_meta else device
         groups.append(ParamGroup(members, layout, policy, mesh_info, where))
         for original, member in zip(originals, members, strict=True):
             ReplacedParameter.mark(original, member.fqn)

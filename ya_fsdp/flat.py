@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -13,8 +13,9 @@ from . import _torch
 from .build import groups_of
 from .grad_shard import FlatPiece
 from .group import ParamGroup
-from .ragged import new_ragged
+from .ragged import RaggedShardDTensor
 
+Groups = tuple[dist.ProcessGroup, ...]
 Key = Callable[[str, nn.Parameter], Hashable]
 
 
@@ -145,22 +146,23 @@ def clip_grad_norm_(
         raise ValueError(f"norm_type must be positive, got {norm_type}")
     beyond = {id(p): pg for m, pg in (norm_groups or {}).items() for p in m.parameters()}
     # Gradients by the groups over whose ranks they are cut, and others.
-    parts: dict[tuple[dist.ProcessGroup | None, dist.ProcessGroup | None], list[Tensor]] = {}
+    parts: dict[tuple[Groups, dist.ProcessGroup | None], list[Tensor]] = {}
     managed: set[int] = set()
     device: torch.device | None = None
     for group in groups_of(model):
         managed.update(id(p.sharded) for p in group.params)
         device = group.device
-        key = (group.mesh_info.shard_group, beyond.get(id(group.params[0].sharded)))
-        parts.setdefault(key, []).extend(grads_of(group))
+        outside = beyond.get(id(group.params[0].sharded))
+        for over, grads in _grads_by_groups(group):
+            parts.setdefault((over, outside), []).extend(grads)
     if device is None and not beyond:
         return nn.utils.clip_grad_norm_(model.parameters(), float(max_norm), norm_type)
     for param in model.parameters():
         if id(param) not in managed and param.grad is not None:
-            parts.setdefault((None, beyond.get(id(param))), []).append(param.grad)
+            parts.setdefault(((), beyond.get(id(param))), []).append(param.grad)
             device = device or param.device
     for pg in (norm_groups or {}).values():
-        parts.setdefault((None, pg), [])  # ranks without gradients take part
+        parts.setdefault(((), pg), [])  # ranks without gradients take part
     with torch.no_grad():
         total = _norm_of(parts, norm_type, device or torch.device("cpu"))
         scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
@@ -171,16 +173,16 @@ def clip_grad_norm_(
 
 
 def _norm_of(
-    parts: Mapping[tuple[dist.ProcessGroup | None, dist.ProcessGroup | None], list[Tensor]],
+    parts: Mapping[tuple[Groups, dist.ProcessGroup | None], list[Tensor]],
     norm_type: float,
     device: torch.device,
 ) -> Tensor:
     is_inf = norm_type == float("inf")
     powers: dict[dist.ProcessGroup | None, list[Tensor]] = {}
-    for (shard_group, beyond), grads in parts.items():
+    for (over, beyond), grads in parts.items():
         power = local_power(grads, norm_type, device)
-        if shard_group is not None:
-            power = reduced(power, norm_type, shard_group)
+        for process_group in over:
+            power = reduced(power, norm_type, process_group)
         powers.setdefault(beyond, []).append(power)
     totals = []
     for beyond, values in powers.items():
@@ -198,6 +200,31 @@ def grads_of(group: ParamGroup) -> list[Tensor]:
         return [shard.flat]
     grads = [holder.grad for holder in shard.holders()]
     return [getattr(g, "_local_tensor", g) for g in grads if g is not None]
+
+
+def _grads_by_groups(group: ParamGroup) -> Iterator[tuple[Groups, list[Tensor]]]:
+    """Gradients with the process groups over whose ranks they are others."""
+    if group.params[0].tensor_parallel is None:
+        yield (group.mesh_info.shard_group,), grads_of(group)
+        return
+    # Some may be the same on all ranks of their own axes, and some are not.
+    rank, shard = group.mesh_info.shard_rank, group.grads.shard
+    for index, param in enumerate(group.params):
+        sharded = param.sharded
+        assert isinstance(sharded, RaggedShardDTensor)
+        if shard.pieces:
+            start, end = group.layout.local_range(rank, index)
+            held = [p for p in shard.pieces if index in p.members and p.param.grad is not None]
+            grads = [_window(p, start, end) for p in held]
+        else:
+            grads = [] if sharded.grad is None else [sharded.grad.to_local()]
+        yield sharded.groups, grads
+
+
+def _window(piece: FlatPiece, start: int, end: int) -> Tensor:
+    """Elements ``start`` to ``end`` of a shard in the gradient of a flat parameter."""
+    assert piece.param.grad is not None
+    return piece.param.grad[start - piece.start : end - piece.start]
 
 
 def local_power(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
@@ -295,8 +322,7 @@ def _slice(group: ParamGroup, piece: FlatPiece, index: int, value: Any) -> Any:
     start, end = group.layout.local_range(info.shard_rank, index)
     local = value[start - piece.start : end - piece.start]
     shape = cast(Tensor, getattr(param.sharded, "_local_tensor")).shape  # noqa: B009
-    placements = info.placements(group.layout.bounds(index), param.shape)
-    return new_ragged(local.view(shape), info.mesh, placements, param.shape)
+    return param.place(local.view(shape), group.layout.bounds(index), info)
 
 
 def _join(group: ParamGroup, piece: FlatPiece, entries: dict[int, dict[str, Any]]) -> Any:

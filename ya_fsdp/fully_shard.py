@@ -138,7 +138,7 @@ def fully_shard(
     device = _device_of(mesh)
     managed = managed_modules(modules)
     _check_managed(managed, ignored)
-    params = collect_params(modules, managed, ignored)
+    params = collect_params(modules, managed, ignored, mesh)
     _check_devices(params, device)
     mesh_info = MeshInfo.of(mesh)
     reshard = resolve_reshard(reshard_after_forward, mesh_info, type(modules[0]).__name__)

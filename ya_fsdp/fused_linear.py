@@ -130,6 +130,7 @@ def fuse_linears(modules: list[nn.Module], groups: list[ParamGroup]) -> int:
         id(param.sharded): Sink(group.grads, index)
         for group in groups
         for index, param in enumerate(group.params)
+        if param.tensor_parallel is None
     }
     count = 0
     for module in modules:

@@ -13,7 +13,6 @@ from . import _torch
 from .layout import ShardLayout
 from .mesh import MeshInfo
 from .param import ShardedParam
-from .ragged import new_ragged
 
 _OWN_REFERENCES = 3  # the list, the loop variable and getrefcount's argument
 
@@ -130,9 +129,8 @@ class GradShard:
         for i, param in enumerate(self.params):
             start, end = self.layout.local_range(info.shard_rank, i)
             view = flat[start:end].view(param.sharded._local_tensor.shape)  # type: ignore[attr-defined]
-            placements = info.placements(self.layout.bounds(i), param.shape)
             local.append(view)
-            objects.append(new_ragged(view, info.mesh, placements, param.shape))
+            objects.append(param.place(view, self.layout.bounds(i), info))
         return local, objects
 
     def _exclusive(self) -> bool:

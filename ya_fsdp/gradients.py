@@ -99,6 +99,9 @@ class GroupGradients:
                 self.taken = [p.grad for p in self.unsharded]
                 for p in self.unsharded:
                     p.grad = None
+            if self.params[0].tensor_parallel is not None:
+                pairs = zip(self.params, self.taken, strict=True)
+                self.taken = [param.part_of_gradient(grad) for param, grad in pairs]
 
     @property
     def holds_microbatches(self) -> bool:

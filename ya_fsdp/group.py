@@ -12,10 +12,10 @@ from .collectives import Collectives
 from .gradients import GroupGradients
 from .layout import ShardLayout
 from .mesh import MeshInfo
-from .param import OWN_ATTRIBUTES, ReleasedParameter, ReplacedParameter, ShardedParam
+from .param import OWN_ATTRIBUTES, ReplacedParameter, ShardedParam, part_of
 from .precision import MixedPrecisionPolicy, ResolvedDtypes, resolve
 from .quantised import gather_quantised
-from .ragged import RaggedShardDTensor, make_placement, new_ragged
+from .ragged import RaggedShardDTensor, make_placement
 
 
 class ParamGroup:
@@ -45,6 +45,7 @@ class ParamGroup:
         self.gather_output: Tensor | None = None
         self.gather_input: Tensor | None = None
         self._unsharded: tuple[nn.Parameter, ...] = ()
+        self._versioned: tuple[Tensor, ...] = ()
         self._versions: tuple[int, ...] | None = None
         self._gathered_version = -1
         self.grads = GroupGradients(params, layout, dtypes, mesh_info)
@@ -60,7 +61,7 @@ class ParamGroup:
                 local = self.local_view(shard, index)
                 start, end = self.layout.owned(self.mesh_info.shard_rank, index)
                 if full.device.type != "meta" and end > start:
-                    flat = full.detach().reshape(-1)[start:end]
+                    flat = part_of(full.detach()).reshape(-1)[start:end]
                     local.view(-1).copy_(flat)
                 self._adopt_local(param, index, local)
         return shard
@@ -85,9 +86,8 @@ class ParamGroup:
     def _adopt_local(self, param: ShardedParam, index: int, local: Tensor) -> None:
         """Makes the sharded parameter object over a range of the flat shard."""
         old = param.sharded
-        placements = self.mesh_info.placements(self.layout.bounds(index), param.shape)
         with torch.inference_mode(False):
-            ragged = new_ragged(local, self.mesh_info.mesh, placements, param.shape)
+            ragged = param.place(local, self.layout.bounds(index), self.mesh_info)
             param.sharded = nn.Parameter(ragged, requires_grad=old.requires_grad)
         for name, value in vars(old).items():
             if name not in OWN_ATTRIBUTES:
@@ -153,10 +153,11 @@ class ParamGroup:
         )
 
     def _take(self, param: ShardedParam, index: int, source: Tensor) -> None:
-        if tuple(source.shape) != tuple(param.shape):
+        expected = tuple(param.sharded.shape)
+        if tuple(source.shape) != expected:
             raise ValueError(
                 f"parameter '{param.fqn}' was replaced by one of shape {tuple(source.shape)}; "
-                f"a sharded parameter keeps its shape {tuple(param.shape)}. Replace it before "
+                f"a sharded parameter keeps its shape {expected}. Replace it before "
                 "fully_shard."
             )
         mine = self.local_view(self.master_shard, index)
@@ -197,10 +198,9 @@ class ParamGroup:
             if isinstance(source, RaggedShardDTensor):
                 values = source._local_tensor.reshape(-1)
             else:
-                start, end = self.layout.owned(self.mesh_info.shard_rank, index)
                 # torch's distribute_tensor makes even shards of our placements: all ranks gather.
                 whole = source.full_tensor() if isinstance(source, DTensor) else source.detach()
-                values = whole.reshape(-1)[start:end]
+                values = self.params[index].piece_of(whole).reshape(-1)
             if values.device.type != "meta" and mine.device.type != "meta":
                 mine.view(-1).copy_(values)
 
@@ -220,7 +220,7 @@ class ParamGroup:
         """Cuts the group's views out of a slot; called when the slot is assigned."""
         if self._unsharded:
             # Whatever autograd saved points at the old slot: a backward through it must raise.
-            _torch.bump_version_counters(self._unsharded)
+            _torch.bump_version_counters(self._versioned)
         self.gather_output = gather_output
         size = self.layout.shard_numel
         rank = self.mesh_info.shard_rank
@@ -230,6 +230,10 @@ class ParamGroup:
                 flat = gather_output[span.offset : span.offset + span.numel]
                 param.bind(flat.view(param.shape))
         self._unsharded = tuple(p.unsharded for p in self.params if p.unsharded is not None)
+        self._versioned = self._unsharded
+        if self.params[0].tensor_parallel is not None:
+            # A module may compute with the part, whose version counter is another.
+            self._versioned += tuple(getattr(p, "_local_tensor") for p in self._unsharded)  # noqa: B009
         self.grads.unsharded = self._unsharded
         self._versions = None
 
@@ -267,17 +271,18 @@ class ParamGroup:
     def _note_new_values(self) -> None:
         """A backward that saved the weights before an optimizer changed them must raise."""
         if self._versions is None:
-            _torch.bump_version_counters(self._unsharded)
+            _torch.bump_version_counters(self._versioned)
         else:
             self._versions = tuple([v + 1 for v in self._versions])
 
     def to_unsharded(self) -> None:
         """Registers the unsharded parameters with their modules."""
         if self._versions is not None:
-            _torch.set_version_counters(self._unsharded, self._versions)
+            _torch.set_version_counters(self._versioned, self._versions)
             self._versions = None
+        whole_class = self.params[0].whole_class  # the same for all of a group
         for unsharded, param in zip(self._unsharded, self.params, strict=True):
-            unsharded.__class__ = nn.Parameter
+            unsharded.__class__ = whole_class
             requires_grad = param.sharded.requires_grad
             if unsharded.requires_grad is not requires_grad:
                 unsharded.requires_grad_(requires_grad)
@@ -286,11 +291,12 @@ class ParamGroup:
 
     def to_sharded(self, may_have_changed: bool) -> None:
         """Registers the sharded parameters with their modules."""
+        released_class = self.params[0].released_class
         for unsharded, param in zip(self._unsharded, self.params, strict=True):
             sharded = param.sharded
             if may_have_changed and unsharded.requires_grad is not sharded.requires_grad:
                 sharded.requires_grad_(unsharded.requires_grad)
-            unsharded.__class__ = ReleasedParameter
+            unsharded.__class__ = released_class
             for table, name in param.sites:
                 table[name] = sharded
 
@@ -322,5 +328,5 @@ class ParamGroup:
     def mark_stale(self, version: int) -> None:
         """Sets version counters so that a backward that still needs the old bytes raises."""
         if self._versions is None:
-            self._versions = _torch.versions_of(self._unsharded)
-            _torch.set_version_counters(self._unsharded, (version,) * len(self._unsharded))
+            self._versions = _torch.versions_of(self._versioned)
+            _torch.set_version_counters(self._versioned, (version,) * len(self._versioned))

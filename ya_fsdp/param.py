@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from . import _torch
+from .mesh import MeshInfo
+from .ragged import RaggedShardDTensor, new_ragged
+from .tensor_parallel import TensorParallel
 
 Site = tuple[dict[str, nn.Parameter | None], str]
 """A module's parameter table and the name under which it refers to the parameter.
@@ -64,24 +68,48 @@ class ReleasedParameter(nn.Parameter):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Refuses every function that reads values and names the parameter."""
-        if func in _HARMLESS:
-            with _torch.without_torch_function():
-                return func(*args, **(kwargs or {}))
-        fqn = "?"
-        for value in (*args, *(kwargs or {}).values()):
-            if isinstance(value, ReleasedParameter):
-                fqn = getattr(value, "_ya_fsdp_fqn", "?")
-        raise RuntimeError(
-            f"parameter '{fqn}' was read by {getattr(func, '__name__', func)} after it was "
-            "resharded: its memory now belongs to other parameters. Read it inside the forward of "
-            "the module that owns it, call module.unshard() before reading, or use "
-            "set_reshard_after_forward(False) on that module."
-        )
+        return _harmless_only(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Names the parameter without touching its values."""
         fqn = getattr(self, "_ya_fsdp_fqn", "?")
         return f"ReleasedParameter('{fqn}', shape={tuple(self.shape)})"
+
+
+class ReleasedDTensor(DTensor):
+    """What :class:`ReleasedParameter` is, for a parameter that is a DTensor on other axes."""
+
+    # One that changes classes must not get attributes that DTensor has no place for.
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Refuses every function that reads values and names the parameter."""
+        return _harmless_only(func, args, kwargs or {})
+
+    __repr__ = ReleasedParameter.__repr__
+
+
+def _harmless_only(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func in _HARMLESS:
+        with _torch.without_torch_function():
+            return func(*args, **kwargs)
+    fqn = "?"
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, (ReleasedParameter, ReleasedDTensor)):
+            fqn = getattr(value, "_ya_fsdp_fqn", "?")
+    raise RuntimeError(
+        f"parameter '{fqn}' was read by {getattr(func, '__name__', func)} after it was "
+        "resharded: its memory now belongs to other parameters. Read it inside the forward of "
+        "the module that owns it, call module.unshard() before reading, or use "
+        "set_reshard_after_forward(False) on that module."
+    )
 
 
 _GRADIENT_ACCESS = {_torch.getter("grad"), _torch.setter("grad"), _torch.deleter("grad")}
@@ -103,21 +131,45 @@ class ReplacedParameter(nn.Parameter):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Refuses to give or take a gradient."""
-        if func in _GRADIENT_ACCESS:
-            raise RuntimeError(
-                f"parameter '{getattr(args[0], TAKEN, '?')}' was replaced by fully_shard, so this "
-                "object gets no gradients any more. Build the optimizer (and every list of "
-                "parameters) from model.parameters() after fully_shard."
-            )
-        with _torch.without_torch_function():
-            return func(*args, **(kwargs or {}))
+        return _values_only(func, args, kwargs or {})
 
     @classmethod
     def mark(cls, original: nn.Parameter, fqn: str) -> None:
         """Makes ``original``, which ``fqn`` was, refuse gradients."""
         setattr(original, TAKEN, fqn)
-        if type(original) is nn.Parameter:
+        kind: type[Any] = type(original)
+        if kind is nn.Parameter:
             original.__class__ = cls
+        elif kind is DTensor:
+            original.__class__ = ReplacedDTensor  # type: ignore[assignment]
+
+
+class ReplacedDTensor(DTensor):
+    """What :class:`ReplacedParameter` is, for a parameter that is a DTensor on other axes."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Refuses to give or take a gradient."""
+        return _values_only(func, args, kwargs or {})
+
+
+def _values_only(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func in _GRADIENT_ACCESS:
+        raise RuntimeError(
+            f"parameter '{getattr(args[0], TAKEN, '?')}' was replaced by fully_shard, so this "
+            "object gets no gradients any more. Build the optimizer (and every list of "
+            "parameters) from model.parameters() after fully_shard."
+        )
+    with _torch.without_torch_function():
+        return func(*args, **kwargs)
 
 
 class SetattrTable(dict[str, "nn.Parameter | None"]):
@@ -151,6 +203,11 @@ def parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return SetattrTable(module)
 
 
+def part_of(param: Tensor) -> Tensor:
+    """What sharding cuts: the parameter, or this rank's part of one with axes of its own."""
+    return param.to_local() if isinstance(param, DTensor) else param
+
+
 class ShardedParam:
     """One parameter under management.
 
@@ -159,17 +216,56 @@ class ShardedParam:
         sites: Every (parameter table, name) that refers to it; several for tied weights.
         sharded: The ``nn.Parameter`` users and optimizers hold.
         unsharded: The plain ``nn.Parameter`` modules hold while gathered; one object for life.
-        shape: N-D shape of the whole parameter.
+        tensor_parallel: What it is on mesh axes of its own, ``None`` for a plain parameter.
+        shape: N-D shape of what is gathered: the whole parameter, or this rank's part of it on
+            axes of its own.
     """
 
-    __slots__ = ("fqn", "shape", "sharded", "sites", "unsharded")
+    __slots__ = ("fqn", "shape", "sharded", "sites", "tensor_parallel", "unsharded")
 
-    def __init__(self, fqn: str, param: nn.Parameter, sites: list[Site]) -> None:
+    def __init__(
+        self,
+        fqn: str,
+        param: nn.Parameter,
+        sites: list[Site],
+        tensor_parallel: TensorParallel | None = None,
+    ) -> None:
         self.fqn = fqn
         self.sites = sites
-        self.shape = param.shape
+        self.tensor_parallel = tensor_parallel
+        self.shape = part_of(param).shape
         self.sharded = param
         self.unsharded: nn.Parameter | None = None
+
+    def place(self, piece: Tensor, bounds: Sequence[int], info: MeshInfo) -> RaggedShardDTensor:
+        """The sharded tensor over this rank's piece; no copy.
+
+        Args:
+            piece: Elements of the parameter, N-D if they are whole rows.
+            bounds: Of the ranks' ranges, in elements of ``shape``.
+            info: The mesh that it is sharded over.
+        """
+        placements, parallel = info.placements(bounds, self.shape), self.tensor_parallel
+        if parallel is None:
+            return new_ragged(piece, info.mesh, placements, self.shape)
+        placements = (*placements, *parallel.placements)
+        return new_ragged(piece, parallel.mesh, placements, parallel.shape)
+
+    def part_of_gradient(self, gradient: Tensor | None) -> Tensor | None:
+        """A gradient of ``shape`` from that of the unsharded parameter; maybe collective."""
+        if gradient is None or self.tensor_parallel is None:
+            return gradient
+        return self.tensor_parallel.part_of_gradient(gradient)
+
+    def piece_of(self, whole: Tensor) -> Tensor:
+        """What this rank owns of a whole tensor."""
+        assert isinstance(self.sharded, RaggedShardDTensor)
+        return self.sharded.piece_of(whole)
+
+    def whole(self, view: Tensor) -> Tensor:
+        """The whole parameter from what is gathered; collective if it has axes of its own."""
+        parallel = self.tensor_parallel
+        return view if parallel is None else parallel.wrap(view).full_tensor()
 
     def bind(self, view: Tensor) -> None:
         """Makes (or re-points) the unsharded parameter over ``view`` of a slot.
@@ -181,19 +277,34 @@ class ShardedParam:
             data = view.data
             requires_grad = self.sharded.requires_grad
             if self.unsharded is None:
-                self.unsharded = nn.Parameter(data, requires_grad=requires_grad)
+                parallel = self.tensor_parallel
+                whole = data if parallel is None else parallel.wrap(data)
+                self.unsharded = nn.Parameter(whole, requires_grad=requires_grad)
                 self.unsharded._ya_fsdp_fqn = self.fqn  # type: ignore[attr-defined]
                 for name, value in vars(self.sharded).items():
                     if not name.startswith("_"):
                         setattr(self.unsharded, name, value)
             elif self.unsharded.dtype == data.dtype and self.unsharded.device == data.device:
-                self.unsharded.__class__ = nn.Parameter
-                self.unsharded.data = data
+                if self.tensor_parallel is None:
+                    self.unsharded.__class__ = nn.Parameter
+                    self.unsharded.data = data
+                else:
+                    self.unsharded._local_tensor = data  # type: ignore[attr-defined]
             else:
                 self.unsharded = None
                 self.bind(view)
                 return
-            self.unsharded.__class__ = ReleasedParameter
+            self.unsharded.__class__ = self.released_class
+
+    @property
+    def whole_class(self) -> type[Any]:
+        """Class of the unsharded parameter while it may be read."""
+        return nn.Parameter if self.tensor_parallel is None else DTensor
+
+    @property
+    def released_class(self) -> type[Any]:
+        """Class of the unsharded parameter while its memory belongs to somebody else."""
+        return ReleasedParameter if self.tensor_parallel is None else ReleasedDTensor
 
     @property
     def registered(self) -> nn.Parameter | None:

@@ -111,7 +111,9 @@ def gather_entries(gathers: list[Gather]) -> Iterator[tuple[Entry, Tensor]]:
         buffer = _gather_group(group)
         for entry, index in gather.entries:
             span = group.layout.spans[index]
-            yield entry, buffer[span.offset : span.offset + span.numel].view(entry.shape)
+            param = group.params[index]
+            view = buffer[span.offset : span.offset + span.numel].view(param.shape)
+            yield entry, param.whole(view)
 
 
 def _gather_group(group: ParamGroup) -> Tensor:
