@@ -58,7 +58,7 @@ class TensorParallel:
                 f"parameter '{fqn}' is a DTensor on {own} already, which can not be combined with "
                 f"{mesh}. Take both from one mesh with named axes: world = init_device_mesh(device,"
                 ' (2, 2), mesh_dim_names=("dp", "tp")), then parallelize_module(..., world["tp"]) '
-                'and fully_shard(..., mesh=world["dp"]).'
+                'and fully_shard(..., mesh=world["dp"]); or pass it in ignored_params.'
             ) from error
         return cls(own, tuple(param.placements), joined, param.shape, param.stride())
 
