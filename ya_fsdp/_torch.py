@@ -201,16 +201,9 @@ def storage_use_count(tensor: Tensor) -> int:
 # ---- ragged tensors -----------------------------------------------------------------------------
 
 from torch.distributed._composable.contract import STATE_KEY  # noqa: E402
-from torch.distributed._functional_collectives import (  # noqa: E402
-    AsyncCollectiveTensor,
-)
-from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard as _fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # noqa: E402
-from torch.distributed.tensor._utils import (  # noqa: E402
-    compute_local_shape_and_global_offset,
-)
 from torch.optim.optimizer import (  # noqa: E402
     _foreach_supported_types as _optimizer_foreach_types,
 )
@@ -243,25 +236,6 @@ def make_spec(mesh: Any, placements: Any, shape: Any, stride: Any, dtype: torch.
     if not DTENSOR_SUBCLASS_OK:
         return _Spec(mesh, placements, meta)
     return DTensorSpec(mesh, placements, tensor_meta=meta)
-
-
-def local_shape_and_offset(
-    shape: torch.Size, mesh: Any, placements: Any
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and place of this rank's part of a DTensor; no public name exists."""
-    return compute_local_shape_and_global_offset(shape, mesh, placements)
-
-
-def join_meshes(first: Any, second: Any) -> Any:
-    """One mesh of the axes of two slices of a mesh, in that order; no public name exists."""
-    return DeviceMesh._concatenate([first, second])
-
-
-def finished(tensor: Tensor) -> Tensor:
-    """The result of a collective that functional collectives have left pending."""
-    if isinstance(tensor, AsyncCollectiveTensor):
-        return tensor.wait()
-    return tensor
 
 
 def respec(spec: Any, shape: Any, stride: Any, dtype: torch.dtype) -> Any:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from ya_fsdp._torch import local_shape_and_offset
+from ya_fsdp._torch_mesh import local_shape_and_offset
 from ya_fsdp.ragged_placement import RaggedShard, contiguous_stride, mesh_rank, ragged_axis
 
 

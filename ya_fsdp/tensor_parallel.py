@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from . import _torch
+from . import _torch_mesh
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class TensorParallel:
                 "Replicate can be sharded further. Redistribute it before fully_shard."
             )
         try:
-            joined = _torch.join_meshes(mesh, own)
+            joined = _torch_mesh.join_meshes(mesh, own)
         except (RuntimeError, TypeError, ValueError, AssertionError) as error:
             raise ValueError(
                 f"parameter '{fqn}' is a DTensor on {own} already, which can not be combined with "
@@ -80,4 +80,4 @@ class TensorParallel:
             return gradient
         if gradient.placements != self.placements:
             gradient = gradient.redistribute(self.own_mesh, self.placements)
-        return _torch.finished(gradient.to_local())
+        return _torch_mesh.finished(gradient.to_local())

@@ -64,6 +64,7 @@ FLOORS = {
     "triton_kernels": 0,
     "_torch": -1,
     "_torch_memory": -1,
+    "_torch_mesh": -1,
     "_version": -1,
 }
 ARROWS = {
@@ -117,7 +118,7 @@ ARROWS = {
 # Guests live on floor 5, but come in through the front door: what `ya_fsdp` exports, or each other.
 GUESTS = {"graph", "optim", "integrations", "cli", "run"}
 WITHOUT_TORCH = {"layout", "packing"}
-PRIVATE_NAMES_LIVE_IN = {"_torch.py", "_torch_memory.py"}
+PRIVATE_NAMES_LIVE_IN = {"_torch.py", "_torch_memory.py", "_torch_mesh.py"}
 
 
 def public_names() -> frozenset[str]:
