@@ -29,9 +29,12 @@ from tests.distributed.checkpoint_models import (
     trained_sharded,
     wholes,
 )
-from tests.harness import WorkerPool
+from tests.harness import WorkerPool, test_device
+from tests.unit.test_cli_convert import trained_files
 from ya_fsdp import checkpoint, fully_shard
 from ya_fsdp.checkpoint import CheckpointError, peers
+from ya_fsdp.cli.classic import join
+from ya_fsdp.cli.classic_optimizer import join_optimizer
 
 CUTS = ["row", "element", "auto"]
 
@@ -420,3 +423,41 @@ def test_the_state_of_another_optimizer_or_model_is_refused_on_every_rank(
     world2: WorkerPool,
 ) -> None:
     world2.run(wrong_optimizers)
+
+
+class Tree(nn.Module):
+    """Parameters under given names, dots and all."""
+
+    def __init__(self, values: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        for name, value in values.items():
+            *path, last = name.split(".")
+            owner: nn.Module = self
+            for step in path:
+                if not hasattr(owner, step):
+                    owner.add_module(step, nn.Module())
+                owner = getattr(owner, step)
+            owner.register_parameter(last, nn.Parameter(value.clone()))
+
+    def forward(self) -> torch.Tensor:
+        return sum(p.sum() for p in self.parameters())  # type: ignore[return-value]
+
+
+def continue_from_the_original(rank: int, world: int) -> None:
+    """From four ranks of the original to this many of ours."""
+    files, states, truth = trained_files(4, "one group")
+    whole = {name: value for name, value in join(files).items() if name in truth}
+    model: Any = fully_shard(Tree(whole).to(test_device()))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.7)
+    named = join_optimizer(files, states) if rank == 0 else None
+    checkpoint.load_full_optimizer_state_dict(model, optimizer, named)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    for name, param in model.named_parameters():
+        for key, value in truth[name].items():
+            found = optimizer.state[param][key]
+            found = found.full_tensor() if hasattr(found, "full_tensor") else found
+            torch.testing.assert_close(found.cpu(), value, msg=f"{name} {key}")
+
+
+def test_optimizer_state_of_the_original_goes_into_a_sharded_model(world2: WorkerPool) -> None:
+    world2.run(continue_from_the_original)

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from ya_fsdp.cli.app import app
 from ya_fsdp.cli.classic import join
+from ya_fsdp.cli.classic_optimizer import join_optimizer
 from ya_fsdp.cli.errors import ConversionError
 
 MODULES = {
@@ -171,6 +172,119 @@ def test_incomplete_or_foreign_files_are_refused_in_one_line(tmp_path: Path) -> 
     files[2]["main_parameter"] = files[2]["main_parameter"][:-1]
     with pytest.raises(ConversionError, match="elements"):
         join(files)
+
+
+# ---- optimizer state beside them ---------------------------------------------------------------
+
+
+def trained_files(world: int, groups: str) -> tuple[list[Any], list[Any], dict[str, Any]]:
+    """Every rank's weights and AdamW state over flat parameters, and AdamW's of a plain model."""
+    truth = weights()
+    plain = {name: nn.Parameter(value.clone()) for name, value in truth.items()}
+    files = original_files(truth, world, 8)
+    flats = [[nn.Parameter(f[n]) for n in ("layernorm_parameter", "main_parameter")] for f in files]
+    decays = (0.0, 0.1) if groups == "two groups" else (0.1, 0.1)
+
+    def adamw(norms: list[Any], others: list[Any]) -> torch.optim.AdamW:
+        if groups == "one group":
+            return torch.optim.AdamW([*norms, *others], lr=0.1, weight_decay=0.1)
+        pair = zip((norms, others), decays, strict=True)
+        made = [{"params": params, "weight_decay": decay} for params, decay in pair]
+        return torch.optim.AdamW(made[::-1], lr=0.1)
+
+    names = {name for each in NORMS for name in each}
+    theirs = adamw(
+        [p for n, p in plain.items() if n in names], [p for n, p in plain.items() if n not in names]
+    )
+    ours = [adamw([norms], [main]) for norms, main in flats]
+    for _ in range(3):
+        grads = {name: torch.randn_like(value) for name, value in truth.items()}
+        for name, param in plain.items():
+            param.grad = grads[name]
+        pieces = original_files(grads, world, 8)
+        for piece, (norms, main) in zip(pieces, flats, strict=True):
+            norms.grad, main.grad = piece["layernorm_parameter"], piece["main_parameter"]
+        for optimizer in (theirs, *ours):
+            optimizer.step()
+    trained = original_files({n: p.detach() for n, p in plain.items()}, world, 8)
+    named = {name: theirs.state[param] for name, param in plain.items()}
+    return trained, [optimizer.state_dict() for optimizer in ours], named
+
+
+@pytest.mark.parametrize("groups", ["one group", "two groups"])
+@pytest.mark.parametrize("world", [1, 3])
+def test_optimizer_state_goes_over_to_the_parameters(
+    tmp_path: Path, world: int, groups: str
+) -> None:
+    files, states, truth = trained_files(world, groups)
+    source = write(tmp_path / "old", files)
+    for rank, state in enumerate(states):
+        torch.save(state, source / f"yafsdp_optim_{rank:05d}_00.pt")
+    result = run(source, tmp_path / "model.pt", "--optimizer", tmp_path / "optimizer.pt")
+    assert result.exit_code == 0, result.output
+    assert f"optimizer state of {len(truth)} parameters" in result.stdout
+    found = torch.load(tmp_path / "optimizer.pt")
+    assert set(found["state"]) == set(truth)
+    for name, values in truth.items():
+        assert set(found["state"][name]) == set(values) == {"step", "exp_avg", "exp_avg_sq"}
+        for key, value in values.items():
+            torch.testing.assert_close(found["state"][name][key], value, msg=f"{name} {key}")
+    names = {name for each in NORMS for name in each}
+    sets = [set(group["params"]) for group in found["param_groups"]]
+    assert sets == ([set(truth)] if groups == "one group" else [set(truth) - names, names])
+    assert found["param_groups"][0]["weight_decay"] == 0.1
+
+
+def test_a_converted_optimizer_continues_on_a_plain_model(tmp_path: Path) -> None:
+    files, states, truth = trained_files(2, "one group")
+    named = join_optimizer(files, states)
+    whole = join(files)
+    params = {name: nn.Parameter(whole[name].clone()) for name in truth}
+    optimizer = torch.optim.AdamW(params.values(), lr=0.5)
+    order = [name for group in named["param_groups"] for name in group["params"]]
+    numbers = {name: i for i, name in enumerate(truth)}
+    state = {numbers[name]: values for name, values in named["state"].items()}
+    options = {k: v for k, v in named["param_groups"][0].items() if k != "params"}
+    optimizer.load_state_dict(
+        {"state": state, "param_groups": [{**options, "params": list(range(len(truth)))}]}
+    )
+    assert sorted(order) == sorted(truth)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    for name, param in params.items():
+        assert torch.equal(optimizer.state[param]["exp_avg"], truth[name]["exp_avg"])
+
+
+def test_optimizer_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    files, states, _ = trained_files(2, "one group")
+    source = write(tmp_path / "old", files)
+    out, target = tmp_path / "model.pt", tmp_path / "optimizer.pt"
+    assert "no files named like yafsdp_optim" in run(source, out, "--optimizer", target).stderr
+    assert "can not hold numbers" in run(source, out, "--optimizer", "x.safetensors").stderr
+    assert not out.exists()
+    with pytest.raises(ConversionError, match="1 files of optimizer state and 2 of weights"):
+        join_optimizer(files, states[:1])
+    three = {**states[0], "param_groups": [{"params": [0, 1, 2]}]}
+    with pytest.raises(ConversionError, match=r"parameters \[0, 1, 2\]; there should be two"):
+        join_optimizer(files, [three, states[1]])
+    with pytest.raises(ConversionError, match="no state and param_groups"):
+        join_optimizer(files, [states[0], {}])
+    moments = states[0]["state"][1]
+    moments["exp_avg"] = moments["exp_avg"][:-1]
+    with pytest.raises(ConversionError, match=r"'exp_avg' has .* do not belong together"):
+        join_optimizer(files, states)
+    states[1]["state"].pop(0)
+    with pytest.raises(ConversionError, match="different kinds of optimizer state"):
+        join_optimizer(files, states)
+
+
+def test_a_release_that_puts_an_underscore_before_names_is_read_too() -> None:
+    truth = weights()
+    files = [
+        {name if name == "meta" else f"_{name}": value for name, value in file.items()}
+        for file in original_files(truth, 2)
+    ]
+    truth["layers.0.table"] = torch.arange(3)
+    assert_equal(join(files), truth)
 
 
 # ---- flattened distributed checkpoints -------------------------------------------------------

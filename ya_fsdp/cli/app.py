@@ -49,13 +49,22 @@ def convert(
         int | None,
         typer.Option(help="Which tensor-parallel rank's parameters, if there are several."),
     ] = None,
+    optimizer: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the state of yafsdp_optim_*.pt files here, by parameters' names: a .pt "
+            "file for load_full_optimizer_state_dict, or the folder of a distributed checkpoint."
+        ),
+    ] = None,
 ) -> None:
     """Converts a checkpoint of the original YaFSDP to whole tensors of their true shapes."""
     try:
-        report = convert_folder(source, output, shapes, model_parallel_rank)
+        report = convert_folder(source, output, shapes, model_parallel_rank, optimizer)
     except ConversionError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
     typer.echo(f"{report.tensors} tensors, {report.elements:,} elements: {output}")
+    if optimizer is not None:
+        typer.echo(f"optimizer state of {report.optimizer_entries} parameters: {optimizer}")
     for name in report.left_flat:
         typer.echo(f"left as it was, no shape is known for it: {name}", err=True)

@@ -19,10 +19,19 @@ from torch import Tensor
 from .errors import ConversionError
 
 FILE = re.compile(r"yafsdp_model_(\d+)_(\d+)\.pt")
+MAIN, NORMS = "main_parameter", "layernorm_parameter"
+OPTIMIZER_FILE = re.compile(r"yafsdp_optim_(\d+)_(\d+)\.pt")
 
 
-def find_files(folder: Path, model_parallel_rank: int | None) -> list[Path]:
+def find_files(
+    folder: Path, model_parallel_rank: int | None, kind: re.Pattern[str] = FILE
+) -> list[Path]:
     """The files of one tensor-parallel rank in the order of data-parallel ranks.
+
+    Args:
+        folder: Where they are.
+        model_parallel_rank: The rank, ``None`` if there is only one.
+        kind: Names of files, with data-parallel and tensor-parallel rank.
 
     Raises:
         ConversionError: If there are several tensor-parallel ranks and none was chosen, or a file
@@ -30,9 +39,11 @@ def find_files(folder: Path, model_parallel_rank: int | None) -> list[Path]:
     """
     found: dict[int, dict[int, Path]] = {}
     for path in folder.iterdir():
-        match = FILE.fullmatch(path.name)
+        match = kind.fullmatch(path.name)
         if match:
             found.setdefault(int(match[2]), {})[int(match[1])] = path
+    if not found:
+        raise ConversionError(f"{folder} has no files named like {kind.pattern}")
     if model_parallel_rank is None and len(found) > 1:
         raise ConversionError(
             f"{folder} has files of {len(found)} tensor-parallel ranks, whose parameters are "
@@ -59,69 +70,76 @@ def join(parts: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     meta = parts[0].get("meta")
     if not isinstance(meta, Mapping):
         raise ConversionError("the first rank's file has no meta, which says what the others hold")
-    whole: dict[str, Tensor] = {}
-    shards = [_flat(part, "main_parameter") for part in parts]
-    start = 0
-    for module, size in enumerate(_field(meta, "main_parameter_shard_bounaries")):
-        flat = torch.cat([shard[start : start + size] for shard in shards])
-        start += size
-        padded = _field(meta, "main_parameter_padded_numels")[module]
-        if flat.numel() != padded:
-            raise ConversionError(
-                f"{len(parts)} ranks hold {flat.numel()} elements of wrapped module {module}, "
-                f"but there should be {padded}; is a file missing?"
-            )
-        _cut(
-            whole,
-            flat,
-            _field(meta, "main_shards_fqns")[module],
-            _field(meta, "main_shards_numels")[module],
-            _field(meta, "main_parameter_orig_shapes")[module],
-        )
-    _check_used("main_parameter", shards, start)
-    _join_norms(whole, meta, parts)
+    whole = join_main(meta, [flat(part, MAIN) for part in parts])
+    whole.update(join_norms(meta, [flat(part, NORMS) for part in parts]))
     whole.update(_buffers(parts[0]))
     return whole
 
 
-def _join_norms(
-    whole: dict[str, Tensor], meta: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]
-) -> None:
+def join_main(meta: Mapping[str, Any], shards: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Whole tensors of wrapped modules from what every rank has of one flat tensor."""
+    whole: dict[str, Tensor] = {}
+    start = 0
+    for module, size in enumerate(_field(meta, "main_parameter_shard_bounaries")):
+        joined = torch.cat([shard[start : start + size] for shard in shards])
+        start += size
+        padded = _field(meta, "main_parameter_padded_numels")[module]
+        if joined.numel() != padded:
+            raise ConversionError(
+                f"{len(shards)} ranks hold {joined.numel()} elements of wrapped module {module}, "
+                f"but there should be {padded}; is a file missing?"
+            )
+        _cut(
+            whole,
+            joined,
+            _field(meta, "main_shards_fqns")[module],
+            _field(meta, "main_shards_numels")[module],
+            _field(meta, "main_parameter_orig_shapes")[module],
+        )
+    _check_used(MAIN, shards, start)
+    return whole
+
+
+def join_norms(meta: Mapping[str, Any], shards: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Whole tensors of norms from what every rank has of one flat tensor."""
+    whole: dict[str, Tensor] = {}
     fields = ("layernorm_fqns", "layernorm_numels", "layernorm_orig_shapes")
     fqns, numels, shapes = (
         [item for module in _field(meta, name) for item in module] for name in fields
     )
     if not fqns:
-        return
-    flat = torch.cat([_flat(part, "layernorm_parameter") for part in parts])
-    padding = flat.numel() - sum(numels)
+        return whole
+    joined = torch.cat(list(shards))
+    padding = joined.numel() - sum(numels)
     # Padding fills up to equal shards, with one library's up to 8 elements each.
-    if not 0 <= padding < 8 * len(parts):
+    if not 0 <= padding < 8 * len(shards):
         raise ConversionError(
-            f"{len(parts)} ranks hold {flat.numel()} elements of norms, but meta names "
+            f"{len(shards)} ranks hold {joined.numel()} elements of norms, but meta names "
             f"{sum(numels)}; is a file missing?"
         )
-    _cut(whole, flat, fqns, numels, shapes)
+    _cut(whole, joined, fqns, numels, shapes)
+    return whole
 
 
 def _cut(
     whole: dict[str, Tensor],
-    flat: Tensor,
+    joined: Tensor,
     fqns: Sequence[str],
     numels: Sequence[int],
     shapes: Sequence[Sequence[int]],
 ) -> None:
-    """Adds to ``whole`` the parameters that lie in ``flat``, one after the other."""
+    """Adds to ``whole`` the parameters that lie in ``joined``, one after the other."""
     start = 0
     for fqn, numel, shape in zip(fqns, numels, shapes, strict=True):
-        if start + numel > flat.numel() or torch.Size(shape).numel() != numel:
+        if start + numel > joined.numel() or torch.Size(shape).numel() != numel:
             raise ConversionError(f"meta's size of '{fqn}', {numel} as {list(shape)}, is wrong")
-        whole[fqn] = flat[start : start + numel].view(*shape).clone()
+        whole[fqn] = joined[start : start + numel].view(*shape).clone()
         start += numel
 
 
-def _flat(part: Mapping[str, Any], name: str) -> Tensor:
-    tensor = part.get(name)
+def flat(part: Mapping[str, Any], name: str) -> Tensor:
+    """A rank's part of a flat tensor; releases differ in whether its name begins with ``_``."""
+    tensor = part.get(name, part.get(f"_{name}"))
     if not isinstance(tensor, Tensor):
         raise ConversionError(f"a rank's file has no tensor '{name}'; it has {sorted(part)}")
     return tensor.detach().reshape(-1)
@@ -147,7 +165,7 @@ def _check_used(name: str, shards: Sequence[Tensor], used: int) -> None:
 def _buffers(part: Mapping[str, Any]) -> dict[str, Tensor]:
     """Buffers, whose names tell of the wrappers around modules."""
     return {
-        name.removeprefix("module.").replace("root_module.", ""): value.detach().clone()
+        re.sub("^_?module\\.", "", name).replace("root_module.", ""): value.detach().clone()
         for name, value in part.items()
-        if name.startswith("module.") and isinstance(value, Tensor)
+        if name.startswith(("module.", "_module.")) and isinstance(value, Tensor)
     }

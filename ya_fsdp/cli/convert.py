@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
 
-from . import classic, flattened
+from . import classic, classic_optimizer, flattened
 from .errors import ConversionError
 
 __all__ = ["ConversionError", "Report", "convert_folder"]
@@ -26,11 +26,13 @@ class Report:
         tensors: How many tensors.
         elements: Elements of all of them.
         left_flat: Names of 1-D tensors whose shape is not known.
+        optimizer_entries: Parameters with optimizer state, if that was asked for.
     """
 
     tensors: int = 0
     elements: int = 0
     left_flat: list[str] = field(default_factory=list)
+    optimizer_entries: int = 0
 
 
 def convert_folder(
@@ -38,6 +40,7 @@ def convert_folder(
     output: Path,
     shapes: Path | None = None,
     model_parallel_rank: int | None = None,
+    optimizer: Path | None = None,
 ) -> Report:
     """Converts one checkpoint; it is held in memory as a whole.
 
@@ -46,6 +49,9 @@ def convert_folder(
         output: A ``.safetensors`` or ``.pt`` file, or the folder of a distributed checkpoint.
         shapes: File that gives parameters' shapes; for distributed checkpoints only.
         model_parallel_rank: Which tensor-parallel rank's files, if there are several.
+        optimizer: Where to write the optimizer's state, too; a ``.pt`` file, or the folder of a
+            distributed checkpoint. Of files of one per rank only: in a distributed checkpoint it
+            is part of what is converted in any case.
 
     Returns:
         What was written.
@@ -53,13 +59,22 @@ def convert_folder(
     Raises:
         ConversionError: If ``source`` is no such checkpoint, is incomplete, or ``output`` exists.
     """
-    if output.exists():
-        raise ConversionError(f"{output} exists already")
+    for path in (output, optimizer):
+        if path is not None and path.exists():
+            raise ConversionError(f"{path} exists already")
+    if optimizer is not None and optimizer.suffix == ".safetensors":
+        raise ConversionError(f"{optimizer}: a .safetensors file can not hold numbers; use .pt")
     if not source.is_dir():
         raise ConversionError(f"{source} is not a folder")
     report = Report()
     state: Any
+    named: Any = None
     if (source / ".metadata").exists():
+        if optimizer is not None:
+            raise ConversionError(
+                f"{source} is a distributed checkpoint, whose optimizer state is converted with "
+                "the rest; leave out --optimizer"
+            )
         if shapes is None:
             raise ConversionError(
                 f"{source} is a distributed checkpoint, which does not say what shapes flattened "
@@ -70,10 +85,12 @@ def convert_folder(
         )
     elif any(classic.FILE.fullmatch(path.name) for path in source.iterdir()):
         files = classic.find_files(source, model_parallel_rank)
-        # Only tensors and plain values: nothing in the files is executed.
-        state = classic.join(
-            [torch.load(path, map_location="cpu", weights_only=True) for path in files]
-        )
+        parts = _load(files)
+        state = classic.join(parts)
+        if optimizer is not None:
+            kind = classic.OPTIMIZER_FILE
+            files = classic.find_files(source, model_parallel_rank, kind)
+            named = classic_optimizer.join_optimizer(parts, _load(files))
     else:
         raise ConversionError(
             f"{source} has neither yafsdp_model_*.pt files nor the .metadata of a distributed "
@@ -83,7 +100,15 @@ def convert_folder(
     report.tensors = len(tensors)
     report.elements = sum(t.numel() for t in tensors.values())
     _write(state, tensors, output)
+    if optimizer is not None:
+        _write(named, {}, optimizer)
+        report.optimizer_entries = len(named["state"])
     return report
+
+
+def _load(files: Sequence[Path]) -> list[Any]:
+    """Only tensors and plain values: nothing in the files is executed."""
+    return [torch.load(path, map_location="cpu", weights_only=True) for path in files]
 
 
 def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
