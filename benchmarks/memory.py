@@ -2,14 +2,17 @@
 
     python3 -m benchmarks.memory --row 7B:2048 --out runs/memory.jsonl
 
-Expected peak = shards (master, gradient, two optimizer states in fp32) + gather slots + gradient
-slots + activations. Activations are what the unsharded bf16 model allocates between the beginning
-and the peak of its step, without its weights and gradients; they are measured, not computed. The
-second part shards one unit of 200 M elements and gives the bytes and the host time that took.
+Expected peak = shards (master and two optimizer states in fp32) + gather slots + the larger of two
+moments: activations at their peak, or activations and one unit's gradients when its backward ends
++ the gradient slot that they move into (with `fused` the slot is there during the whole backward
+of its unit, and this is too little). Activations are measured, not computed: what the unsharded
+bf16 model allocates in the same step beside its weights and its optimizer. The second part shards
+one unit of 200 M elements and gives the bytes and the host time that took.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import time
@@ -42,14 +45,34 @@ def _peak(trainer: Trainer, steps: int) -> tuple[int, int]:
     return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 
 
-def activations(job: Job) -> int:
-    """Bytes that a step of the unsharded model allocates beside weights and gradients."""
+def activations(job: Job) -> tuple[int, int]:
+    """Bytes of a step of the unsharded model beside its weights and its optimizer.
+
+    Gradients are dropped at the end of their unit's backward, as where they are reduced there.
+
+    Returns:
+        The peak of the step, and the most that is alive, the unit's gradients included, when any
+        unit's backward ends.
+    """
     with running(job, Variant.parse("plain")) as trainer:
+        trainer.step()
+        torch.cuda.synchronize()
+        trainer.model.zero_grad()
+        before = torch.cuda.memory_allocated()
+        ends: list[int] = []
+        for unit in trainer.model.units():
+            unit.register_forward_pre_hook(functools.partial(_watch, ends))
         peak, _ = _peak(trainer, 2)
-        weights = sum(p.nbytes for p in trainer.model.parameters())
-        # At the activation peak, which is where backward begins, gradients are not there yet.
-        optimizer = 4 * 4 * (-(-sum(models.unit_elements(job.config)) // job.world))
-        return max(0, peak - weights - optimizer)
+        return peak - before, max(ends) - before
+
+
+def _watch(ends: list[int], unit: nn.Module, args: tuple[Any, ...]) -> None:
+    def backward_ended(_: torch.Tensor) -> None:
+        ends.append(torch.cuda.memory_allocated())
+        unit.zero_grad()
+
+    if args[0].requires_grad:
+        args[0].register_hook(backward_ended)
 
 
 def expected(job: Job, trainer: Trainer) -> dict[str, int]:
@@ -59,11 +82,10 @@ def expected(job: Job, trainer: Trainer) -> dict[str, int]:
     shard = sum(p.to_local().numel() for p in trainer.model.parameters())
     buffers = persistent_buffers(trainer.model)
     slots = sum(b.untyped_storage().nbytes() for b in buffers if b.dtype == torch.uint8)
-    reduce = max(models.unit_elements(job.config)) * 4
     return {
-        "shards": 16 * shard,
+        "shards": 12 * shard,  # gradients come with the first reduction, after the peak
         "gather_slots": slots,
-        "gradient_slots": 2 * reduce,
+        "gradient_slots": max(models.unit_elements(job.config)) * 4,
     }
 
 
@@ -73,11 +95,13 @@ def step_memory(row: str, world: int, label: str) -> dict[str, Any]:
     config = models.config_of(name)
     job = Job(config, 1, int(sequence), world, torch.device("cuda", 0))
     emulation.start(world, Network())
-    live = activations(job)
     with running(job, Variant.parse(label)) as trainer:
         allocated, reserved = _peak(trainer, 3)
-        parts = {**expected(job, trainer), "activations": live}
-    total = sum(parts.values())
+        parts = expected(job, trainer)
+    peak, at_unit_end = activations(job)
+    parts |= {"activations": peak, "activations_at_unit_end": at_unit_end}
+    held = parts["shards"] + parts["gather_slots"]
+    total = held + max(peak, at_unit_end + parts["gradient_slots"])
     return {
         **environment(job.device),
         "row": row,

@@ -32,6 +32,7 @@ class Slot:
         allocate: Makes a flat ``uint8`` tensor of that many bytes.
         maker: Whose ``allocate`` that is; units of another maker do not use the slot.
         fixed: Whether the maker needs the memory to stay where it is.
+        own: Whether one holder uses the slot alone, so that nobody needs it between its uses.
     """
 
     __slots__ = (
@@ -42,6 +43,7 @@ class Slot:
         "holder",
         "maker",
         "num_bytes",
+        "own",
         "stamp",
         "views",
     )
@@ -52,10 +54,12 @@ class Slot:
         allocate: Callable[[int], Tensor],
         maker: Any = None,
         fixed: bool = False,
+        own: bool = False,
     ) -> None:
         self.num_bytes = num_bytes
         self.maker = maker
         self.fixed = fixed
+        self.own = own
         # Inference tensors could not be written by a later training step.
         with torch.inference_mode(False):
             self.buffer = allocate(num_bytes)

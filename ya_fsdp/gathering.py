@@ -6,6 +6,7 @@ import torch
 
 from . import _torch
 from .agreement import Kind, Trail
+from .buffers import Slot
 from .carveout import CarveOut
 from .collectives import Collectives
 from .pool import GatherPool
@@ -51,6 +52,8 @@ class Gathering:
             self.trail.announce(unit, Kind.GATHER, collectives, self.streams)
         if not unit.switched:
             unit.readopt_if_replaced()
+        if slot.own and self.streams.asynchronous:
+            self._take_memory(slot)
         self.streams.comm_waits(slot.free_event)
         slot.free_event = None
         try:
@@ -106,6 +109,17 @@ class Gathering:
                 unit.free_event = self.streams.new_event()
             slot.free_event = self.streams.record_compute(unit.free_event)
             slot.holder = None
+            if slot.own and self.streams.asynchronous and not slot.fixed:
+                unit.mark_stale()  # a backward that still needs the bytes must raise
+                slot.free_storage()
+
+    def _take_memory(self, slot: Slot) -> None:
+        """Memory of a slot that gave it back; it comes from what compute has freed."""
+        if slot.resident_bytes < slot.num_bytes:
+            slot.alloc_storage(slot.num_bytes)
+            self.streams.comm_waits_for_compute()
+        elif _torch.is_capturing(self.streams.device):
+            slot.fixed = True  # the graph writes to this address at every replay
 
     def _poison(self, unit: Unit) -> None:
         """Whoever reads a released parameter without a check gets NaN, or an error of autograd."""

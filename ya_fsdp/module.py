@@ -197,10 +197,14 @@ class YaFSDPModule(FSDPModule):
         self._ya_slots_changed()
 
     def set_num_gradient_buffers(self, num_buffers: int) -> None:
-        """How many gradient buffers are used in turn; with 1, compute waits for reductions."""
+        """How many gradient buffers are used in turn.
+
+        Without a call it is 1, or 2 where a unit has ``fused_weight_gradients``, whose products
+        write into the buffer during the whole of its backward.
+        """
         _check_count(num_buffers)
         reducer = schedule_of(cast(nn.Module, self)).reducer
-        reducer.num_buffers = num_buffers
+        reducer.num_buffers = reducer.chosen_buffers = num_buffers
         reducer.drop_slots()
 
     def set_post_optim_event(self, event: Any) -> None:

@@ -32,22 +32,26 @@ class GatherPool:
         self.slots: list[Slot] = []
         self._placed_by_execution = False
 
-    def refresh(self, units: Sequence[Unit], order: Sequence[Unit]) -> None:
+    def refresh(self, units: Sequence[Unit], order: Sequence[Unit]) -> bool:
         """Assigns slots if a setting changed, and once more by the order units really ran in.
 
         Nothing moves while a unit is in use or owes a backward: autograd saved views of its slot.
+
+        Returns:
+            Whether slots were assigned, perhaps in memory that compute has just freed.
         """
         by_execution = bool(order) and not self._placed_by_execution
         unplaced = any(u.slot is None and u.groups for u in units)
         if not (self.dirty or by_execution or unplaced):
-            return
+            return False
         if any(u.in_use or u.pending_backward for u in units):
-            return
+            return False
         position: dict[Unit, int] = {}
         for unit in (*order, *units):
             position.setdefault(unit, len(position))
         self._placed_by_execution = bool(order)
         self._place(sorted((u for u in units if u.groups), key=position.__getitem__))
+        return True
 
     def _place(self, units: Sequence[Unit]) -> None:
         for unit in units:
@@ -71,6 +75,9 @@ class GatherPool:
             else:
                 kept.remove(fitting)
                 fitting.holder = fitting.content = fitting.free_event = None
+            fitting.own = requests[first].exclusive
+            if not fitting.own:
+                fitting.alloc_storage(size)
             slots.append(fitting)
         self.slots = slots
         for unit, index in zip(units, assignment, strict=True):
@@ -114,6 +121,7 @@ class GatherPool:
                 "set_reshard_after_forward(False) on one of them."
             )
         slot = self._new_slot(unit.gather_bytes, unit)
+        slot.own = True
         self.slots.append(slot)
         unit.bind(slot)
         return slot

@@ -24,7 +24,8 @@ class Reducer:
     """Reduces units' gradients through a few gradient slots used in turn.
 
     Attributes:
-        num_buffers: Gradient slots; with one, compute waits for each reduction to finish.
+        num_buffers: Gradient slots; with one, the next unit's gradients wait for the reduction
+            before they move into it. One, unless backward products write into the slots.
         exchange_usage: Whether ranks tell each other at the end of a backward which parameters had
             a gradient, so that one used on some ranks only gets its average everywhere.
         keep_buffers: Whether the slots' memory stays between backward passes.
@@ -35,7 +36,8 @@ class Reducer:
         self.streams = streams
         self.trail = trail
         self.collectives = collectives
-        self.num_buffers = 2
+        self.num_buffers = 1
+        self.chosen_buffers: int | None = None
         self.exchange_usage = True
         self.keep_buffers = not streams.asynchronous
         self.accumulating: set[Unit] = set()
@@ -48,7 +50,8 @@ class Reducer:
         self._flags: dict[tuple[int, int], Tensor] = {}
 
     def size_for(self, units: Sequence[Unit]) -> None:
-        """Sets the slots' size to the largest unit's gradients."""
+        """Sets the slots' number, and their size to the largest unit's gradients."""
+        self.num_buffers = self.chosen_buffers or (2 if any(u.fused for u in units) else 1)
         size = max((u.reduce_bytes for u in units), default=0)
         if size != self._slot_bytes:
             self._slot_bytes = size

@@ -100,12 +100,12 @@ class Schedule(Gathering):
             for group in unit.groups:
                 group.grads.release_unused()
         refuse_left_behind(self.units)
-        self.pool.refresh(self.units, self.order)
+        moved = self.pool.refresh(self.units, self.order)
+        if moved or self.post_optim_event is None:
+            self.streams.comm_waits_for_compute()
         if self.post_optim_event is not None:
             self.streams.comm_waits(self.post_optim_event)
             self.post_optim_event = None
-        else:
-            self.streams.comm_waits_for_compute()
         for slot in self.pool.slots:
             slot.free_event = None
         for unit in self.units:

@@ -56,6 +56,8 @@ def start(device_name: str) -> Runtime:
     Raises:
         UsageError: ``cuda`` was asked for and there are fewer GPUs than processes.
     """
+    # Buffers and activations of changing sizes leave no gaps then: a sixth less is reserved.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     enough_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= local_processes
     if device_name not in ("auto", "cpu", "cuda"):
