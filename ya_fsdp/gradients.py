@@ -247,13 +247,16 @@ class GroupGradients:
 
     # ---- reduction, on the communication stream ------------------------------------------------
 
-    def reduce(self, reduce_input: Tensor, fresh: bool, collectives: Collectives) -> None:
+    def reduce(self, reduce_input: Tensor, fresh: bool, collectives: Collectives) -> Tensor | None:
         """Reduce-scatters ``reduce_input`` and adds the result to the flat gradient shard.
 
         Args:
             reduce_input: The whole group's gradients in the reduce dtype; overwritten.
             fresh: What :meth:`prepare` returned.
             collectives: The back end.
+
+        Returns:
+            Sums over the shard axis that :meth:`reduce_across` has to take further, or ``None``.
         """
         info = self.mesh_info
         factors = self._factors(collectives)
@@ -278,13 +281,30 @@ class GroupGradients:
             self.partial = None
         if self._stays_partial:
             self.partial = out.clone() if out is own else out
-            return
-        if info.replicate_group is not None:
-            op = "avg" if factors.average else "sum"
-            collectives.all_reduce(out, op, info.replicate_group)
-        if factors.post != 1.0:
-            out.div_(factors.post)
-        if not direct:
+            return None
+        if info.replicate_size > 1:
+            return out
+        self._store(out, fresh, factors.post)
+        return None
+
+    def reduce_across(self, out: Tensor, fresh: bool, collectives: Collectives) -> None:
+        """Ends a reduction over the replicas.
+
+        Args:
+            out: What :meth:`reduce` returned; overwritten.
+            fresh: What :meth:`prepare` returned.
+            collectives: The back end.
+        """
+        factors = self._factors(collectives)
+        assert self.mesh_info.replicate_group is not None
+        op = "avg" if factors.average else "sum"
+        collectives.all_reduce(out, op, self.mesh_info.replicate_group)
+        self._store(out, fresh, factors.post)
+
+    def _store(self, out: Tensor, fresh: bool, divisor: float) -> None:
+        if divisor != 1.0:
+            out.div_(divisor)
+        if out is not self.shard.flat:
             if fresh:
                 self.shard.flat.copy_(out)
             else:

@@ -64,6 +64,7 @@ class Reducer:
 
     def reset(self) -> None:
         """After an exception: nothing is in flight that anybody waits for."""
+        self.streams.comm_waits_for_across()
         self.streams.compute_waits_for_comm()
         self._touched.clear()
         self._in_flight.clear()
@@ -117,14 +118,21 @@ class Reducer:
         )
         self.streams.comm_waits(self._ready_event)
         collectives = unit.collectives or self.collectives
+        waiting: list[tuple[ParamGroup, Tensor, bool]] = []
         try:
             with self.streams.on_comm(), torch.no_grad():
                 for group, reduce_input, is_fresh in zip(groups, inputs, fresh, strict=True):
-                    group.grads.reduce(reduce_input, is_fresh, collectives)
+                    sums = group.grads.reduce(reduce_input, is_fresh, collectives)
+                    if sums is not None:
+                        waiting.append((group, sums, is_fresh))
+            if waiting:
+                self._reduce_across(waiting, collectives)
         except RuntimeError as error:
             self.trail.fail(error, unit, "reducing the gradients of")
         self.trail.note(unit, Kind.REDUCE, len(groups))
-        slot.free_event = self.streams.record_comm(slot.free_event or self.streams.new_event())
+        # Sums over replicas may lie in the slot, too.
+        record = self.streams.record_across if waiting else self.streams.record_comm
+        slot.free_event = record(slot.free_event or self.streams.new_event())
         slot.holder = None
         for group in groups:
             group.grads.hand_out()
@@ -133,6 +141,15 @@ class Reducer:
         else:
             self.accumulating.discard(unit)
         self._touched.append(unit)
+
+    def _reduce_across(
+        self, waiting: Sequence[tuple[ParamGroup, Tensor, bool]], collectives: Collectives
+    ) -> None:
+        """Sums over replicas on a stream of their own, so that other units' gathers go on."""
+        with self.streams.on_across(), torch.no_grad():
+            for group, sums, fresh in waiting:
+                group.grads.reduce_across(sums, fresh, collectives)
+                self._in_flight.append(sums)  # its memory is the communication stream's
 
     def open(self, unit: Unit) -> None:
         """Before a unit's backward: where its products may write weight gradients themselves.
@@ -211,6 +228,7 @@ class Reducer:
         """
         if not self._touched:
             return
+        self.streams.comm_waits_for_across()
         if self.exchange_usage:
             self._exchange(list(dict.fromkeys(self._touched)) if units is None else units)
         self.streams.compute_waits_for_comm()

@@ -15,11 +15,12 @@ from . import _torch
 from ._torch import StreamKey
 
 
-class _OnComm:
-    """Makes the communication stream current; one reusable object, since this is a hot path."""
+class _OnStream:
+    """Makes one of our streams current; one reusable object, since this is a hot path."""
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: Streams, key: StreamKey | None) -> None:
         self._streams = streams
+        self._key = key
         self._previous: StreamKey | None = None
 
     def __enter__(self) -> None:
@@ -27,7 +28,7 @@ class _OnComm:
         if streams.asynchronous:
             streams.compute  # noqa: B018  (notices a change of the current stream)
             self._previous = streams.compute_key
-            _torch.set_stream(streams.comm_key)
+            _torch.set_stream(self._key)
 
     def __exit__(self, *_: object) -> Literal[False]:
         if self._streams.asynchronous:
@@ -36,7 +37,12 @@ class _OnComm:
 
 
 class Streams:
-    """The communication stream of one device and the events that order it with compute."""
+    """The communication streams of one device and the events that order them with compute.
+
+    Attributes:
+        comm: Where everything is sent, but for
+        across: sums over the replicas of a 2-D mesh; made when first needed.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -47,11 +53,13 @@ class Streams:
         self._compute_id = -1
         self.comm_key: StreamKey | None = None
         self.compute_key: StreamKey | None = None
-        self._on_comm = _OnComm(self)
+        self.across: Any = None
         if self.asynchronous:
             self._module = torch.get_device_module(device)
             self.comm = self._module.Stream(device=device, priority=-1)
             self.comm_key = _torch.stream_key(self.comm)
+        self._on_comm = _OnStream(self, self.comm_key)
+        self._on_across: _OnStream | None = None
 
     @property
     def compute(self) -> Any:
@@ -70,6 +78,27 @@ class Streams:
     def on_comm(self) -> AbstractContextManager[Any]:
         """Makes the communication stream current; does not nest."""
         return self._on_comm
+
+    def on_across(self) -> AbstractContextManager[Any]:
+        """Makes the stream of sums over replicas current, after what was sent so far."""
+        if self._on_across is None:
+            if self.asynchronous:
+                self.across = self._module.Stream(device=self.device, priority=-1)
+            self._on_across = _OnStream(self, self.across and _torch.stream_key(self.across))
+        if self.across is not None:
+            self.across.wait_stream(self.comm)
+        return self._on_across
+
+    def comm_waits_for_across(self) -> None:
+        """Later collectives start after every sum over replicas enqueued so far."""
+        if self.across is not None:
+            self.comm.wait_stream(self.across)
+
+    def record_across(self, event: Any) -> Any:
+        """Records ``event`` on the stream of sums over replicas and returns it."""
+        if event is not None:
+            event.record(self.across)
+        return event
 
     def record_compute(self, event: Any) -> Any:
         """Records ``event`` on the compute stream and returns it."""

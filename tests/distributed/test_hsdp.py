@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -28,6 +29,10 @@ from tests.distributed.models import (
     train_step,
 )
 from tests.harness import WorkerPool, test_device
+from ya_fsdp import MixedPrecisionPolicy
+from ya_fsdp.build import schedule_of
+from ya_fsdp.collectives import C10dCollectives
+from ya_fsdp.streams import Streams
 
 SHAPES = [(2, 2), (4, 1), (1, 4)]
 
@@ -164,3 +169,125 @@ def state_dicts(rank: int, world: int) -> None:
 
 def test_a_state_dict_goes_over_to_another_sharding_of_the_mesh(world4: WorkerPool) -> None:
     world4.run(state_dicts)
+
+
+# ---- what waits for what -------------------------------------------------------------------------
+
+
+class Clocks(Streams):
+    """Streams that run nothing and know, for every collective, which ones it had to wait for."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.seen: dict[str, set[str]] = {"compute": set(), "comm": set(), "sums": set()}
+        self.current = "compute"
+        self.log: dict[str, tuple[str, frozenset[str]]] = {}
+
+    def note(self, kind: str) -> None:
+        name = f"{kind} {sum(k.startswith(kind) for k in self.log)}"
+        self.log[name] = self.current, frozenset(self.seen[self.current])
+        self.seen[self.current].add(name)
+
+    @contextmanager
+    def _on(self, stream: str) -> Iterator[None]:
+        self.current = stream
+        yield
+        self.current = "compute"
+
+    def on_comm(self) -> Any:
+        return self._on("comm")
+
+    def on_across(self) -> Any:
+        self.seen["sums"] |= self.seen["comm"]
+        return self._on("sums")
+
+    def new_event(self) -> Any:
+        return set()
+
+    def _record(self, event: Any, stream: str) -> Any:
+        if event is not None:
+            event.clear()
+            event.update(self.seen[stream])
+        return event
+
+    def record_compute(self, event: Any) -> Any:
+        return self._record(event, "compute")
+
+    def record_comm(self, event: Any) -> Any:
+        return self._record(event, "comm")
+
+    def record_across(self, event: Any) -> Any:
+        return self._record(event, "sums")
+
+    def compute_waits(self, event: Any) -> None:
+        self.seen["compute"] |= event or set()
+
+    def comm_waits(self, event: Any) -> None:
+        self.seen["comm"] |= event or set()
+
+    def comm_waits_for_compute(self) -> None:
+        self.seen["comm"] |= self.seen["compute"]
+
+    def compute_waits_for_comm(self) -> None:
+        self.seen["compute"] |= self.seen["comm"]
+
+    def comm_waits_for_across(self) -> None:
+        self.seen["comm"] |= self.seen["sums"]
+
+
+class Noted(C10dCollectives):
+    """Tells the clocks of every collective."""
+
+    def __init__(self, clocks: Clocks) -> None:
+        self.clocks = clocks
+
+    def all_gather(self, *args: Any) -> None:
+        self.clocks.note("gather")
+        super().all_gather(*args)
+
+    def reduce_scatter(self, *args: Any) -> None:
+        self.clocks.note("scatter")
+        super().reduce_scatter(*args)
+
+    def all_reduce(self, tensor: Any, op: str, group: Any) -> None:
+        self.clocks.note(f"all-reduce {op}")
+        super().all_reduce(tensor, op, group)
+
+
+def overlap(rank: int, world: int) -> None:
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)  # sums lie in the gradient slot
+    model, reference = pair(lambda: MLP(5), nested, mesh=mesh_of((2, 2)), mp_policy=policy)
+    clocks = Clocks()
+    model.set_collectives(Noted(clocks))
+    schedule = schedule_of(model)
+    schedule.streams = schedule.reducer.streams = clocks
+    for step in range(3):
+        clocks.log.clear()
+        for seen in clocks.seen.values():
+            seen.clear()
+        model.zero_grad()
+        reference.zero_grad()
+        xs = inputs(world, seed=step)
+        loss(model, xs[rank]).backward()
+        reference_backward(reference, xs)
+        assert_same_gradients(model, reference)
+    log = clocks.log
+    sums = [name for name in log if name.startswith("all-reduce sum")]
+    gathers = [name for name in log if name.startswith("gather")][6:]
+    assert len(sums) == 6, "one per unit"
+    assert len(gathers) == 6 - 3, "units whose buffers were taken"
+    for name in log:
+        assert log[name][0] == ("sums" if name in sums else "comm")
+    for i, name in enumerate(sums):
+        assert f"scatter {i}" in log[name][1], "shards are summed before replicas are"
+        assert f"scatter {i + 1}" not in log[name][1], "before the next unit's backward"
+    for gather in gathers:
+        assert not log[gather][1] & set(sums), "gathers wait for no sum over replicas"
+    # Three gradient slots would be needed to go on: the third unit waits for the first's.
+    assert sums[0] in log["scatter 2"][1]
+    assert sums[1] not in log["scatter 2"][1]
+    assert clocks.seen["compute"] >= set(sums), "the optimizer waits for all of them"
+
+
+def test_sums_over_replicas_go_on_beside_the_next_gathers(world4: WorkerPool) -> None:
+    world4.run(overlap)
