@@ -74,6 +74,10 @@ class Slot:
         with torch.inference_mode(False):
             return self.buffer[offset : offset + numel * dtype.itemsize].view(dtype)
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor's elements lie in the slot."""
+        return tensor.untyped_storage().data_ptr() == self.buffer.untyped_storage().data_ptr()
+
     @property
     def resident_bytes(self) -> int:
         """Bytes that are allocated now (see :meth:`free_storage`)."""

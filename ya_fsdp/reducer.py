@@ -130,8 +130,8 @@ class Reducer:
         except RuntimeError as error:
             self.trail.fail(error, unit, "reducing the gradients of")
         self.trail.note(unit, Kind.REDUCE, len(groups))
-        # Sums over replicas may lie in the slot, too.
-        record = self.streams.record_across if waiting else self.streams.record_comm
+        in_slot = any(slot.holds(sums) for _, sums, _ in waiting)
+        record = self.streams.record_across if in_slot else self.streams.record_comm
         slot.free_event = record(slot.free_event or self.streams.new_event())
         slot.holder = None
         for group in groups:
@@ -149,7 +149,7 @@ class Reducer:
         with self.streams.on_across(), torch.no_grad():
             for group, sums, fresh in waiting:
                 group.grads.reduce_across(sums, fresh, collectives)
-                self._in_flight.append(sums)  # its memory is the communication stream's
+                self.streams.used_across(sums)
 
     def open(self, unit: Unit) -> None:
         """Before a unit's backward: where its products may write weight gradients themselves.

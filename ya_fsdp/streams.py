@@ -89,6 +89,11 @@ class Streams:
             self.across.wait_stream(self.comm)
         return self._on_across
 
+    def used_across(self, tensor: torch.Tensor) -> None:
+        """Memory of ``tensor`` may be another stream's and is not given away before its use."""
+        if self.across is not None:
+            tensor.record_stream(self.across)
+
     def comm_waits_for_across(self) -> None:
         """Later collectives start after every sum over replicas enqueued so far."""
         if self.across is not None:

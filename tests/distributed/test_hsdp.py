@@ -254,9 +254,10 @@ class Noted(C10dCollectives):
         super().all_reduce(tensor, op, group)
 
 
-def overlap(rank: int, world: int) -> None:
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)  # sums lie in the gradient slot
+def overlap(rank: int, world: int, in_slot: bool) -> None:
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float64 if in_slot else torch.float32)
     model, reference = pair(lambda: MLP(5), nested, mesh=mesh_of((2, 2)), mp_policy=policy)
+    model.set_num_gradient_buffers(2)
     clocks = Clocks()
     model.set_collectives(Noted(clocks))
     schedule = schedule_of(model)
@@ -283,11 +284,14 @@ def overlap(rank: int, world: int) -> None:
         assert f"scatter {i + 1}" not in log[name][1], "before the next unit's backward"
     for gather in gathers:
         assert not log[gather][1] & set(sums), "gathers wait for no sum over replicas"
-    # Three gradient slots would be needed to go on: the third unit waits for the first's.
-    assert sums[0] in log["scatter 2"][1]
+    # The third unit writes gradients where the first one's lay, perhaps with their sums.
+    assert (sums[0] in log["scatter 2"][1]) is in_slot
     assert sums[1] not in log["scatter 2"][1]
     assert clocks.seen["compute"] >= set(sums), "the optimizer waits for all of them"
 
 
-def test_sums_over_replicas_go_on_beside_the_next_gathers(world4: WorkerPool) -> None:
-    world4.run(overlap)
+@pytest.mark.parametrize("in_slot", [True, False], ids=["sums in the slot", "in the shard"])
+def test_sums_over_replicas_go_on_beside_the_next_gathers(
+    world4: WorkerPool, in_slot: bool
+) -> None:
+    world4.run(overlap, in_slot)
