@@ -126,7 +126,7 @@ class Reducer:
                     if sums is not None:
                         waiting.append((group, sums, is_fresh))
             if waiting:
-                self._reduce_across(waiting, collectives)
+                self._reduce_across(waiting, slot, collectives)
         except RuntimeError as error:
             self.trail.fail(error, unit, "reducing the gradients of")
         self.trail.note(unit, Kind.REDUCE, len(groups))
@@ -143,13 +143,17 @@ class Reducer:
         self._touched.append(unit)
 
     def _reduce_across(
-        self, waiting: Sequence[tuple[ParamGroup, Tensor, bool]], collectives: Collectives
+        self,
+        waiting: Sequence[tuple[ParamGroup, Tensor, bool]],
+        slot: Slot,
+        collectives: Collectives,
     ) -> None:
         """Sums over replicas on a stream of their own, so that other units' gathers go on."""
         with self.streams.on_across(), torch.no_grad():
             for group, sums, fresh in waiting:
                 group.grads.reduce_across(sums, fresh, collectives)
-                self.streams.used_across(sums)
+                if sums is not group.grads.shard.flat and not slot.holds(sums):
+                    self.streams.used_across(sums)  # memory of the communication stream
 
     def open(self, unit: Unit) -> None:
         """Before a unit's backward: where its products may write weight gradients themselves.
