@@ -49,6 +49,7 @@ def fully_shard(
     fused_weight_gradients: bool = ...,
     collectives: Collectives | None = ...,
     sync_replicas: bool = ...,
+    shard_optimizer_over_replicas: bool = ...,
 ) -> M: ...
 @overload
 def fully_shard(
@@ -63,6 +64,7 @@ def fully_shard(
     fused_weight_gradients: bool = ...,
     collectives: Collectives | None = ...,
     sync_replicas: bool = ...,
+    shard_optimizer_over_replicas: bool = ...,
 ) -> list[nn.Module]: ...
 def fully_shard(
     module: Any,
@@ -76,6 +78,7 @@ def fully_shard(
     fused_weight_gradients: bool = False,
     collectives: Collectives | None = None,
     sync_replicas: bool = True,
+    shard_optimizer_over_replicas: bool = False,
 ) -> Any:
     """Shards a module's parameters, gradients and optimizer state over ranks, in place.
 
@@ -118,6 +121,11 @@ def fully_shard(
             parameters on meta: before they are first gathered). One broadcast of the shard;
             replicas that begin with different values would train apart in silence.
 
+        shard_optimizer_over_replicas: On a 2-D mesh, cut weights, gradients and optimizer state
+            over both axes (HFSDP). Every forward of the root collects a shard of the last axis from
+            the replicas, which stays in memory in the gather dtype; units are gathered from it
+            over the last axis alone, in forward and backward. There are no replicas then.
+
     Returns:
         The same module (or list), now also a :class:`YaFSDPModule`.
 
@@ -131,8 +139,8 @@ def fully_shard(
     policy = _check_policy(mp_policy)
     _check_alignment(shard_alignment)
     check_collectives(collectives)
-    if not isinstance(sync_replicas, bool):
-        raise TypeError(f"sync_replicas must be a bool, got {sync_replicas!r}")
+    _check_flag("sync_replicas", sync_replicas)
+    _check_flag("shard_optimizer_over_replicas", shard_optimizer_over_replicas)
     mesh = _check_mesh(mesh)
     ignored = _check_ignored(ignored_params)
     device = _device_of(mesh)
@@ -140,7 +148,7 @@ def fully_shard(
     _check_managed(managed, ignored)
     params = collect_params(modules, managed, ignored, mesh)
     _check_devices(params, device)
-    mesh_info = MeshInfo.of(mesh)
+    mesh_info = _mesh_info(mesh, shard_optimizer_over_replicas, policy)
     reshard = resolve_reshard(reshard_after_forward, mesh_info, type(modules[0]).__name__)
     groups = make_groups(params, policy, mesh_info, device, shard_alignment, granularity)
     move_buffers(managed, device)
@@ -302,6 +310,27 @@ def _check_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
             "mesh, or pass one that holds this rank"
         )
     return mesh
+
+
+def _check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {value!r}")
+
+
+def _mesh_info(mesh: DeviceMesh, over_replicas: bool, policy: MixedPrecisionPolicy) -> MeshInfo:
+    if not over_replicas:
+        return MeshInfo.of(mesh)
+    if mesh.ndim != 2:
+        raise ValueError(
+            "shard_optimizer_over_replicas=True needs a 2-D mesh (replicate, shard), got "
+            f"{mesh.ndim}-D; on a 1-D mesh optimizer state is cut over all ranks in any case"
+        )
+    if policy.gather_dtype is not None:
+        raise ValueError(
+            f"gather_dtype={policy.gather_dtype} rounds once per gather, and with "
+            "shard_optimizer_over_replicas=True there are two in a row; leave one of them out"
+        )
+    return MeshInfo.over_replicas(mesh)
 
 
 def _default_mesh() -> DeviceMesh:

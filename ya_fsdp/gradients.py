@@ -258,48 +258,66 @@ class GroupGradients:
         Returns:
             Sums over the shard axis that :meth:`reduce_across` has to take further, or ``None``.
         """
-        info = self.mesh_info
         factors = self._factors(collectives)
-        size = self.layout.shard_numel
-        own = reduce_input[info.shard_rank * size : (info.shard_rank + 1) * size]
-        wide = self._sum_dtype(collectives)
-        direct = fresh and wide == self.dtypes.master and not self._stays_partial
-        if direct:
-            out = self.shard.flat
-        elif wide == own.dtype:
-            out = own
-        else:
-            out = torch.empty_like(own, dtype=wide)
         if factors.pre != 1.0 and not factors.by_collective:
             reduce_input.div_(factors.pre)
-        if info.shard_size > 1:
-            self._reduce_scatter(out, reduce_input, factors, collectives)
-        elif out is not own:
-            out.copy_(own)
+        out = self._sums(reduce_input, fresh, factors, collectives)
         if self.partial is not None:
             out.add_(self.partial)
             self.partial = None
         if self._stays_partial:
-            self.partial = out.clone() if out is own else out
+            in_slot = out.untyped_storage().data_ptr() == reduce_input.untyped_storage().data_ptr()
+            self.partial = out.clone() if in_slot else out
             return None
-        if info.replicate_size > 1:
+        if self.mesh_info.outer_size > 1:
             return out
         self._store(out, fresh, factors.post)
         return None
 
-    def reduce_across(self, out: Tensor, fresh: bool, collectives: Collectives) -> None:
+    def _sums(
+        self, reduce_input: Tensor, fresh: bool, factors: DivideFactors, collectives: Collectives
+    ) -> Tensor:
+        """Sums over the shard axis, in the flat gradient shard if they may go there at once."""
+        info = self.mesh_info
+        if info.levels is not None:
+            return info.levels.sum_inside(
+                reduce_input, self._sum_dtype(collectives), factors.average, collectives
+            )
+        size = self.layout.shard_numel
+        own = reduce_input[info.shard_rank * size : (info.shard_rank + 1) * size]
+        out = self._target(own, fresh and not self._stays_partial, collectives)
+        if info.shard_size > 1:
+            self._reduce_scatter(out, reduce_input, factors, collectives)
+        elif out is not own:
+            out.copy_(own)
+        return out
+
+    def _target(self, own: Tensor, fresh: bool, collectives: Collectives) -> Tensor:
+        """Where final sums go: the flat gradient shard, ``own``, or new memory."""
+        wide = self._sum_dtype(collectives)
+        if fresh and wide == self.dtypes.master:
+            return self.shard.flat
+        return own if own.dtype == wide else torch.empty_like(own, dtype=wide)
+
+    def reduce_across(self, sums: Tensor, fresh: bool, collectives: Collectives) -> None:
         """Ends a reduction over the replicas.
 
         Args:
-            out: What :meth:`reduce` returned; overwritten.
+            sums: What :meth:`reduce` returned; overwritten.
             fresh: What :meth:`prepare` returned.
             collectives: The back end.
         """
-        factors = self._factors(collectives)
-        assert self.mesh_info.replicate_group is not None
-        op = "avg" if factors.average else "sum"
-        collectives.all_reduce(out, op, self.mesh_info.replicate_group)
-        self._store(out, fresh, factors.post)
+        info, factors = self.mesh_info, self._factors(collectives)
+        assert info.outer_group is not None
+        if info.levels is None:
+            op = "avg" if factors.average else "sum"
+            collectives.all_reduce(sums, op, info.outer_group)
+        else:
+            own = info.levels.own(sums)
+            out = self._target(own, fresh, collectives)
+            collectives.reduce_scatter(out, sums, factors.average, info.outer_group)
+            sums = out
+        self._store(sums, fresh, factors.post)
 
     def _store(self, out: Tensor, fresh: bool, divisor: float) -> None:
         if divisor != 1.0:
@@ -330,7 +348,7 @@ class GroupGradients:
     @property
     def _stays_partial(self) -> bool:
         """Whether sums over the shard axis wait for later ones before they meet the replicas'."""
-        return not self.options.all_reduce and self.mesh_info.replicate_group is not None
+        return not self.options.all_reduce and self.mesh_info.outer_group is not None
 
     def _factors(self, collectives: Collectives) -> DivideFactors:
         info, options = self.mesh_info, self.options
@@ -343,7 +361,7 @@ class GroupGradients:
                 self._sum_dtype(collectives),
                 factor=options.divide_factor,
                 average_supported=supported,
-                divisor_supported=divides and info.shard_size > 1,
+                divisor_supported=divides and info.shard_size > 1 and info.levels is None,
                 force_sum=options.force_sum,
             )
             self._cached_factors = (key, factors)

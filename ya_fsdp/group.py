@@ -240,10 +240,7 @@ class ParamGroup:
     def gather(self, collectives: Collectives) -> None:
         """Casts this rank's shard into its slice of the slot and gathers the rest around it."""
         assert self.gather_input is not None and self.gather_output is not None
-        version = self._version()
-        if version != self._gathered_version:
-            self._gathered_version = version
-            self._note_new_values()
+        self.note_version()
         if self.dtypes.wire is not None and self.mesh_info.shard_size > 1:
             gather_quantised(
                 self.gather_output,
@@ -259,6 +256,13 @@ class ParamGroup:
             collectives.all_gather(
                 self.gather_output, self.gather_input, self.mesh_info.shard_group
             )
+
+    def note_version(self) -> None:
+        """The weights as they are now are being gathered."""
+        version = self._version()
+        if version != self._gathered_version:
+            self._gathered_version = version
+            self._note_new_values()
 
     def _version(self) -> int:
         # Whatever changes weights in place changes all of a group: one counter speaks for them.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .collectives import Collectives
 from .group import ParamGroup
+from .levels import Levels
 from .mesh import MeshInfo, subgroup_of
 
 Reshard = tuple[bool, dist.ProcessGroup | None]
@@ -58,6 +59,11 @@ def check_divides(value: int, info: MeshInfo, where: str) -> None:
         ValueError: Names the divisors.
     """
     size = info.shard_size
+    if info.levels is not None:
+        raise ValueError(
+            f"reshard_after_forward={value} of {where}: shards are cut over replicas, so every "
+            "gather for backward stays within a replica already; pass True or False"
+        )
     if value < 1 or size % value:
         divisors = [n for n in range(1, size + 1) if size % n == 0]
         raise ValueError(
@@ -74,9 +80,12 @@ class SecondaryShard:
     written and read on the communication stream, whose memory they are.
 
     Attributes:
+        permanent: Whether it can not be done without.
         group: The ranks that hold the whole unit together.
         stamp: Iteration whose weights the slices have, -1 for none.
     """
+
+    permanent = False
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -113,15 +122,47 @@ class SecondaryShard:
 
     def _keep(self, group: ParamGroup) -> None:
         assert group.gather_output is not None
-        size = group.layout.total_numel // self.group.size()
-        rank = self.group.rank()
-        current = group.gather_output[rank * size : (rank + 1) * size]
+        current = group.gather_output.chunk(self.group.size())[self.group.rank()]
+        self._slice(group, current).copy_(current)
+
+    def _slice(self, group: ParamGroup, like: Tensor) -> Tensor:
+        """The group's slice; made anew where it is unlike the gather slot."""
         mine = self._slices.get(group)
-        if mine is None or mine.dtype != current.dtype or mine.device != current.device:
+        if mine is None or mine.dtype != like.dtype or mine.device != like.device:
             with torch.inference_mode(False):
-                mine = self._slices[group] = torch.empty_like(current)
-        mine.copy_(current)
+                mine = self._slices[group] = torch.empty_like(like)
+        return mine
 
     def buffers(self) -> Sequence[Tensor]:
         """The slices that exist."""
         return list(self._slices.values())
+
+
+class PartShard(SecondaryShard):
+    """Of a unit cut over all ranks of a 2-D mesh: the shards of all replicas' ranks of one number.
+
+    Every forward of the root fills it over the replicate axis, and units are gathered from it over
+    the shard axis in forward and backward.
+    """
+
+    permanent = True
+
+    def __init__(self, levels: Levels) -> None:
+        super().__init__(levels.inner)
+        self._levels = levels
+
+    def gather(
+        self, groups: Iterable[ParamGroup], collectives: Collectives, stamp: int, keep: bool
+    ) -> bool:
+        """See :class:`SecondaryShard`; slices are kept in any case."""
+        levels, fresh = self._levels, stamp > self.stamp
+        for group in groups:
+            assert group.gather_output is not None
+            if fresh:
+                group.note_version()
+                part = self._slice(group, group.gather_output.chunk(levels.inner_size)[0])
+                levels.gather_part(part, group.master_shard, collectives)
+            levels.gather_whole(group.gather_output, self._slices[group], collectives)
+        if fresh:
+            self.stamp = stamp
+        return fresh

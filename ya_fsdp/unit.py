@@ -14,7 +14,7 @@ from .buffers import Slot, aligned
 from .collectives import Collectives, default_collectives, fp32_accumulating
 from .group import ParamGroup
 from .precision import MixedPrecisionPolicy
-from .secondary import SecondaryShard, check_divides, check_reshard, resolve_reshard
+from .secondary import PartShard, SecondaryShard, check_divides, check_reshard, resolve_reshard
 
 STALE_VERSION = 1 << 20
 """Version counters of parameters whose slot was overwritten start here, so that autograd's message
@@ -112,7 +112,8 @@ class Unit:
         self.on_forget: Callable[[Unit], None] | None = None
         # What a user may set.
         self.reshard_after_forward = True
-        self.secondary: SecondaryShard | None = None
+        levels = groups[0].mesh_info.levels if groups else None
+        self.secondary: SecondaryShard | None = PartShard(levels) if levels else None
         self.reshard_after_backward = True
         self.unshard_in_backward = True
         self.sync_gradients = True
@@ -158,6 +159,8 @@ class Unit:
     def reshard_after(self, reshard: bool, ranks: dist.ProcessGroup | None) -> None:
         """Sets what happens after forward; see :func:`ya_fsdp.secondary.resolve_reshard`."""
         self.reshard_after_forward = reshard
+        if self.secondary is not None and self.secondary.permanent:
+            return
         if ranks is None:
             self.secondary = None
         elif self.secondary is None or self.secondary.group is not ranks:
