@@ -2,6 +2,7 @@
 
 from . import debug
 from ._version import __version__
+from .buffer_groups import set_buffer_groups
 from .communication import persistent_buffers, set_communication_sms, set_reduce_unused
 from .flat import (
     clip_grad_norm_,
@@ -35,6 +36,7 @@ __all__ = [
     "map_tensors",
     "persistent_buffers",
     "register_fsdp_forward_method",
+    "set_buffer_groups",
     "set_communication_sms",
     "set_reduce_unused",
     "set_resident_budget",

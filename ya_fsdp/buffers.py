@@ -8,7 +8,7 @@ allocator is reused in that stream's order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,9 @@ class Slot:
         maker: Whose ``allocate`` that is; units of another maker do not use the slot.
         fixed: Whether the maker needs the memory to stay where it is.
         own: Whether one holder uses the slot alone, so that nobody needs it between its uses.
+
+    Attributes:
+        ring: Number of the process group whose units use a gradient slot.
     """
 
     __slots__ = (
@@ -44,6 +47,7 @@ class Slot:
         "maker",
         "num_bytes",
         "own",
+        "ring",
         "stamp",
         "views",
     )
@@ -66,6 +70,7 @@ class Slot:
         self.holder: Any = None
         self.content: Any = None
         self.stamp = -1
+        self.ring = 0
         self.free_event: Any = None
         self.views: dict[Any, Any] = {}
 
@@ -110,19 +115,34 @@ class SlotRequest:
             at the same time, so they never share a slot.
         exclusive: Whether the unit stays gathered from forward to backward.
         maker: Number of the memory's maker; units of different makers never share a slot.
+        ring: Number of the process group; units of different ones share a slot only by name.
+        name: Of the one slot that the user chose for this unit, ``None`` for none.
     """
 
     num_bytes: int
     depth: int
     exclusive: bool
     maker: int = 0
+    ring: int = 0
+    name: Hashable = None
+
+    @property
+    def kind(self) -> tuple[Hashable, ...]:
+        """Units of one kind share slots."""
+        if self.name is not None:
+            return (self.name, self.maker)
+        return (self.depth, self.maker, self.ring)
+
+    def slots(self, slots_per_depth: int) -> int:
+        """How many slots the units of this kind share."""
+        return slots_per_depth if self.name is None else 1
 
 
 def assign_slots(requests: Sequence[SlotRequest], slots_per_depth: int) -> list[int]:
     """Colours units with slots so that units alive together never share one.
 
-    Units of one depth run one after the other and take the slots of their depth in turn; a unit
-    that stays gathered has a slot of its own.
+    Units of one depth and process group run one after the other and take the slots of their kind in
+    turn; a unit that stays gathered has a slot of its own.
 
     Args:
         requests: One entry per unit, in execution order.
@@ -132,13 +152,13 @@ def assign_slots(requests: Sequence[SlotRequest], slots_per_depth: int) -> list[
         The slot index of every unit, numbered from 0 without gaps.
     """
     next_slot = 0
-    shared: dict[tuple[int, int], list[int]] = {}
-    turns: dict[tuple[int, int], int] = {}
+    shared: dict[tuple[Hashable, ...], list[int]] = {}
+    turns: dict[tuple[Hashable, ...], int] = {}
     result: list[int] = []
     for request in requests:
-        kind = (request.depth, request.maker)
+        kind = request.kind
         ring = shared.setdefault(kind, [])
-        if request.exclusive or len(ring) < slots_per_depth:
+        if request.exclusive or len(ring) < request.slots(slots_per_depth):
             slot, next_slot = next_slot, next_slot + 1
             if not request.exclusive:
                 ring.append(slot)

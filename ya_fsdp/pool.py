@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
 
@@ -58,11 +58,8 @@ class GatherPool:
             if unit.slot is not None and unit.slot.holder is unit:
                 unit.slot.holder = None
             unit.gather_pending = False
-        makers = [allocator_of(u.collectives or self.collectives) for u in units]
-        requests = [
-            SlotRequest(u.gather_bytes, u.depth, not u.reshard_after_forward, id(maker))
-            for u, maker in zip(units, makers, strict=True)
-        ]
+        makers = [self._maker(unit) for unit in units]
+        requests = [self._request(unit) for unit in units]
         assignment = assign_slots(requests, self.num_buffers)
         kept = list(self.slots)
         slots: list[Slot] = []
@@ -84,6 +81,27 @@ class GatherPool:
             if unit.slot is not slots[index]:
                 unit.bind(slots[index])
         self.dirty = False
+
+    def _maker(self, unit: Unit) -> Collectives:
+        return allocator_of(unit.collectives or self.collectives)
+
+    def _request(self, unit: Unit) -> SlotRequest:
+        return SlotRequest(
+            unit.gather_bytes,
+            unit.depth,
+            not unit.reshard_after_forward,
+            id(self._maker(unit)),
+            unit.ring,
+            unit.buffer,
+        )
+
+    def crowded(self, units: Iterable[Unit]) -> set[Unit]:
+        """Those of some units for which there are fewer slots than units of their kind."""
+        kinds: dict[tuple[Hashable, ...], list[Unit]] = {}
+        for unit in units:
+            kinds.setdefault(self._request(unit).kind, []).append(unit)
+        crowds = [k for k in kinds.values() if len(k) > self._request(k[0]).slots(self.num_buffers)]
+        return {unit for crowd in crowds for unit in crowd}
 
     def _new_slot(self, size: int, unit: Unit) -> Slot:
         return new_slot(size, unit.groups[0].device, unit.collectives or self.collectives, "gather")

@@ -207,10 +207,11 @@ class Reducer:
     def _take_slot(self, group: ParamGroup, unit: Unit) -> Slot:
         collectives = unit.collectives or self.collectives
         maker = allocator_of(collectives)
-        mine = [s for s in self.slots if s.maker is maker]
+        mine = [s for s in self.slots if s.maker is maker and s.ring == unit.ring]
         free = [s for s in mine if s.holder is None]
         if len(mine) < self.num_buffers or not free:
             slot = new_slot(self._slot_bytes, group.device, collectives, "reduce")
+            slot.ring = unit.ring
             if not self.keep_buffers:
                 slot.free_storage()  # each unit takes what it needs
             self.slots.append(slot)

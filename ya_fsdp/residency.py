@@ -13,7 +13,6 @@ from torch import nn
 
 from . import _torch
 from .build import schedule_of, state_of
-from .collectives import allocator_of
 from .schedule import Schedule
 from .unit import Unit
 
@@ -125,15 +124,9 @@ def traffic(unit: Unit) -> int:
 
 def _candidates(schedule: Schedule) -> list[Unit]:
     """Units that would be gathered again in backward, in the order in which they run."""
-    rings: dict[tuple[int, int], list[Unit]] = {}
     order = dict.fromkeys((*schedule.order, *schedule.units))
     units = [u for u in order if u.groups and u.reshard_after_forward]
-    for unit in units:
-        maker = id(allocator_of(unit.collectives or schedule.collectives))
-        rings.setdefault((unit.depth, maker), []).append(unit)
-    crowded = {
-        unit for ring in rings.values() if len(ring) > schedule.pool.num_buffers for unit in ring
-    }
+    crowded = schedule.pool.crowded(units)
     return [u for u in units if u in crowded and traffic(u)]
 
 

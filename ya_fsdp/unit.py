@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -22,6 +22,14 @@ STALE_VERSION = 1 << 20
 
 
 _KINDS: dict[object, int] = {}
+
+
+_RINGS: dict[tuple[int, ...], int] = {}
+
+
+def ring_of(group: dist.ProcessGroup) -> int:
+    """A number for a process group's ranks; units of different ones share no buffers."""
+    return _RINGS.setdefault(tuple(dist.get_process_group_ranks(group)), len(_RINGS))
 
 
 _steps: list[int] = []
@@ -74,6 +82,8 @@ class Unit:
             the same places.
         slot: The gather slot this unit's parameters are views of; fixed while a backward is due.
         phase: See :class:`Phase`.
+        ring: See :func:`ring_of`.
+        buffer: Name of the gather slot that the user chose, ``None`` for none.
         held: Whether the user asked for the parameters with ``unshard()``.
         switched: Whether modules hold the unsharded parameters now.
         kept: Whether the last backward left the unit gathered, on the user's request.
@@ -87,6 +97,8 @@ class Unit:
         kind = tuple((g.layout, g.dtypes) for g in self.groups)
         self.kind = _KINDS.setdefault(kind, len(_KINDS))
         self.policy = policy
+        self.ring = ring_of(groups[0].mesh_info.shard_group) if groups else 0
+        self.buffer: Hashable = None
         self.slot: Slot | None = None
         self.phase = Phase.IDLE
         self.held = False

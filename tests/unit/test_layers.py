@@ -20,6 +20,7 @@ FLOORS = {
     "module": 5,
     "flat": 5,
     "communication": 5,
+    "buffer_groups": 5,
     "debug": 5,
     "residency": 5,
     "pipeline": 5,
