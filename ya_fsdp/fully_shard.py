@@ -148,7 +148,7 @@ def fully_shard(
     _check_managed(managed, ignored)
     params = collect_params(modules, managed, ignored, mesh)
     _check_devices(params, device)
-    mesh_info = _mesh_info(mesh, shard_optimizer_over_replicas, policy)
+    mesh_info = _mesh_info(mesh, shard_optimizer_over_replicas, policy, params)
     reshard = resolve_reshard(reshard_after_forward, mesh_info, type(modules[0]).__name__)
     groups = make_groups(params, policy, mesh_info, device, shard_alignment, granularity)
     move_buffers(managed, device)
@@ -317,7 +317,9 @@ def _check_flag(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a bool, got {value!r}")
 
 
-def _mesh_info(mesh: DeviceMesh, over_replicas: bool, policy: MixedPrecisionPolicy) -> MeshInfo:
+def _mesh_info(
+    mesh: DeviceMesh, over_replicas: bool, policy: MixedPrecisionPolicy, params: list[Any]
+) -> MeshInfo:
     if not over_replicas:
         return MeshInfo.of(mesh)
     if mesh.ndim != 2:
@@ -330,6 +332,13 @@ def _mesh_info(mesh: DeviceMesh, over_replicas: bool, policy: MixedPrecisionPoli
             f"gather_dtype={policy.gather_dtype} rounds once per gather, and with "
             "shard_optimizer_over_replicas=True there are two in a row; leave one of them out"
         )
+    for param in params:
+        if param.tensor_parallel is not None:
+            raise ValueError(
+                f"parameter '{param.fqn}' is a DTensor on other mesh axes, and with "
+                "shard_optimizer_over_replicas=True shards lie on a 1-D mesh of their own; leave "
+                "that out (HSDP), or pass a 1-D mesh"
+            )
     return MeshInfo.over_replicas(mesh)
 
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from tests.distributed.models import (
     MLP,
@@ -167,6 +169,12 @@ def refuse(rank: int, world: int) -> None:
         with pytest.raises(ValueError, match=message):
             fully_shard(model, **{**options(2, 2), **given})
         assert type(model) is MLP
+    axes = init_device_mesh(test_device().type, (2, 1, 2), mesh_dim_names=("far", "near", "tp"))
+    model = MLP().to(test_device())
+    parallelize_module(model.head, axes["tp"], ColwiseParallel())
+    with pytest.raises(ValueError, match=r"'head\.weight' is a DTensor on other mesh axes"):
+        fully_shard(model, mesh=axes["far", "near"], shard_optimizer_over_replicas=True)
+    assert type(model) is MLP
     model = fully_shard(MLP().to(test_device()), **options(2, 2))
     with pytest.raises(ValueError, match="within a replica already"):
         model.set_reshard_after_forward(2)
