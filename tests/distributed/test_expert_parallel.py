@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.distributed.models import CLASSES, WIDTH, full, inputs, loss
 from tests.distributed.test_schedule import Recorder
 from tests.harness import WorkerPool, test_device
-from ya_fsdp import clip_grad_norm_, fully_shard
+from ya_fsdp import clip_grad_norm_, fully_shard, set_reduce_unused
 
 EXPERTS = 4
 TOKENS = 8
@@ -170,3 +170,101 @@ def only_some_experts(rank: int, world: int) -> None:
 
 def test_an_expert_frozen_on_its_only_rank_stays_without_gradient(world4: WorkerPool) -> None:
     world4.run(only_some_experts)
+
+
+# ---- experts without tokens ----------------------------------------------------------------------
+
+
+class Routed(nn.Module):
+    """Tokens go to the experts that ``chosen`` names, some of which get none."""
+
+    def __init__(self, first: int, count: int, group: Any, skip: bool) -> None:
+        super().__init__()
+        self.count, self.group, self.skip = count, group, skip
+        self.moe = nn.Module()
+        self.moe.first = first  # type: ignore[assignment]
+        self.moe.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(count)
+        )
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        order = chosen.argsort(stable=True)
+        counts = torch.bincount(chosen, minlength=EXPERTS)
+        x = x[order]
+        sent = received = None
+        per_source = counts.view(1, EXPERTS)
+        if self.group is not None:
+            ranks = EXPERTS // self.count
+            incoming = torch.empty_like(counts)
+            dist.all_to_all_single(incoming, counts, group=self.group)
+            per_source = incoming.view(ranks, self.count)
+            sent = counts.view(ranks, self.count).sum(1).tolist()
+            received = per_source.sum(1).tolist()
+            x = all_to_all_single_autograd(x, received, sent, self.group)
+        pieces = list(x.split(per_source.flatten().tolist()))
+        for number, expert in enumerate(self.moe.experts):
+            mine = range(number, len(pieces), self.count)
+            tokens = torch.cat([pieces[i] for i in mine])
+            if not (self.skip and len(tokens) == 0):
+                parts = expert(tokens).split([len(pieces[i]) for i in mine])
+                for i, part in zip(mine, parts, strict=True):
+                    pieces[i] = part
+        y = torch.cat(pieces)
+        if self.group is not None:
+            y = all_to_all_single_autograd(y, sent, received, self.group)
+        return y[order.argsort()]
+
+
+class Sparse(nn.Module):
+    def __init__(self, count: int = EXPERTS, first: int = 0, group: Any = None, *, skip: bool):
+        super().__init__()
+        self.dense = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList([Routed(first, count, group, skip)])
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        x = self.dense(x)
+        return x + self.layers[0](x, chosen)
+
+
+def route(rank: int, step: int) -> Tensor:
+    """Everything to expert 0; rank 0 to expert 3 alone and nobody to 2; all experts."""
+    spread = torch.arange(TOKENS) % EXPERTS
+    if step == 0:
+        return torch.zeros_like(spread)
+    if step == 1:
+        return torch.full_like(spread, 3) if rank == 0 else spread.masked_fill(spread == 2, 1)
+    return spread
+
+
+def leave_experts_empty(rank: int, world: int, degree: int, skip: bool) -> None:
+    device = test_device()
+    shape = (world // degree, degree)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("expert_dp", "ep"))
+    count = EXPERTS // degree
+    first = count * mesh.get_local_rank("ep")
+    torch.manual_seed(0)
+    whole = Sparse(skip=skip).to(device)
+    values = whole.state_dict()
+    model: Any = Sparse(count, first, mesh.get_group("ep"), skip=skip).to(device)
+    model.load_state_dict({n: values[name_in_whole(n, first)] for n in model.state_dict()})
+    for expert in model.layers[0].moe.experts:
+        fully_shard(expert, mesh=mesh["expert_dp"])
+        expert.set_gradient_divide_factor(world)
+    fully_shard(model)
+    if skip:
+        set_reduce_unused(model)
+    for step in (0, 1, 2, 0, 1):
+        xs = inputs(world, TOKENS, WIDTH, seed=step)
+        routes = [route(r, step).to(device) for r in range(world)]
+        model(xs[rank], routes[rank]).pow(2).mean().backward()
+        for x, chosen in zip(xs, routes, strict=True):
+            (whole(x, chosen).pow(2).mean() / world).backward()
+        compare(model, whole, gradients=True)
+        for each in (model, whole):
+            each.zero_grad()
+
+
+@pytest.mark.parametrize("skip", [False, True], ids=["empty batches", "not called"])
+@pytest.mark.parametrize("degree", [2, 4])
+def test_experts_may_get_no_token_in_a_step(world4: WorkerPool, degree: int, skip: bool) -> None:
+    world4.run(leave_experts_empty, degree, skip)
