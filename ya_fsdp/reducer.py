@@ -107,12 +107,15 @@ class Reducer:
         slot = self._open.pop(unit, None) or self._take_slot(groups[0], unit)
         inputs: list[Tensor] = []
         fresh: list[bool] = []
+        in_slot = 0
         for group, offset in zip(unit.groups, offsets(unit), strict=True):
             if group in groups:
+                in_slot += group.grads.accumulator is None
                 fresh.append(group.grads.prepare(group.device))
                 inputs.append(self._fill(group, slot, offset, slot.content != unit.kind))
         # Padding stays zero while units of one kind follow each other in a slot.
-        slot.content = unit.kind if len(groups) == len(unit.groups) else None
+        if in_slot:
+            slot.content = unit.kind if in_slot == len(unit.groups) else None
         self._ready_event = self.streams.record_compute(
             self._ready_event or self.streams.new_event()
         )
@@ -130,8 +133,8 @@ class Reducer:
         except RuntimeError as error:
             self.trail.fail(error, unit, "reducing the gradients of")
         self.trail.note(unit, Kind.REDUCE, len(groups))
-        in_slot = any(slot.holds(sums) for _, sums, _ in waiting)
-        record = self.streams.record_across if in_slot else self.streams.record_comm
+        sums_stay = any(slot.holds(sums) for _, sums, _ in waiting)
+        record = self.streams.record_across if sums_stay else self.streams.record_comm
         slot.free_event = record(slot.free_event or self.streams.new_event())
         slot.holder = None
         for group in groups:

@@ -30,7 +30,9 @@ from tests.distributed.models import (
     train_step,
 )
 from tests.harness import WorkerPool
+from ya_fsdp import clip_grad_norm_ as clip_whole_norm_
 from ya_fsdp import fully_shard
+from ya_fsdp.build import groups_of
 from ya_fsdp.collectives import C10dCollectives
 
 
@@ -627,3 +629,33 @@ def copies(rank: int, world: int) -> None:
 
 def test_a_deep_copy_is_refused_with_a_remedy(world2: WorkerPool) -> None:
     world2.run(copies)
+
+
+# ---- padding -------------------------------------------------------------------------------------
+
+
+def look_at_padding(rank: int, world: int) -> None:
+    """Whole-shard norms count it, and buffers hold gradients of other units before."""
+    model, reference = pair(lambda: MLP(4), nested)  # an odd number of units changes buffers
+    for step in range(6):
+        xs = inputs(world, seed=step)
+        with model.no_sync() if step % 2 else nullcontext():
+            loss(model, xs[rank]).backward()
+        loss(model, xs[rank]).backward()
+        for _ in range(2):
+            reference_backward(reference, xs)
+        for group in groups_of(model):
+            flat = group.grads.shard.flat
+            ours = torch.zeros_like(flat, dtype=torch.bool)
+            for index in range(len(group.params)):
+                start, end = group.layout.local_range(rank, index)
+                ours[start:end] = True
+            assert not flat[~ours].any(), f"step {step}: {flat[~ours]}"
+        truth = clip_grad_norm_(reference.parameters(), 1e9)
+        torch.testing.assert_close(clip_whole_norm_(model, 1e9), truth)
+        model.zero_grad()
+        reference.zero_grad()
+
+
+def test_padding_holds_no_gradients_of_other_units(pool: WorkerPool) -> None:
+    pool.run(look_at_padding)
