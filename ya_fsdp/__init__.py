@@ -11,7 +11,8 @@ from .flat import (
     load_flat_optimizer_state_dict,
 )
 from .fully_shard import fully_shard
-from .module import UnshardHandle, YaFSDPModule, register_fsdp_forward_method
+from .gathering import UnshardHandle
+from .module import YaFSDPModule, register_fsdp_forward_method
 from .precision import MixedPrecisionPolicy
 from .ragged import RaggedShard, RaggedShardDTensor, distribute_ragged
 from .residency import set_resident_budget

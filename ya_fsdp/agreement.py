@@ -10,13 +10,14 @@ import os
 import zlib
 from collections import deque
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import _torch
+from . import _torch, watchdog
+from ._torch_watch import timeout_of
 from .collectives import Collectives
 from .mesh import MeshInfo
 from .streams import Streams
@@ -24,6 +25,12 @@ from .unit import Phase, Unit
 
 REMEMBERED = 1024
 """Collectives a trail can name; its fingerprint covers all since the last comparison."""
+
+REMEMBERED_EVENTS = 64
+"""Collectives whose completion on the device the watchdog can ask about."""
+
+HISTORY = 50
+"""Collectives that a report of the watchdog lists."""
 
 FIRST_PASSES = 2
 EVERY = 64
@@ -95,14 +102,21 @@ class Trail:
         debug: Whether every collective is announced before it starts (``YA_FSDP_DEBUG=1``).
         total: Collectives completed (or enqueued, on a GPU) so far.
         last: The last of them.
+        current: The unit whose collective the host is waiting for.
+        left: Where this rank last left the order of the step before, in words.
     """
 
     def __init__(self) -> None:
         self.debug = debug_mode()
         self.total = 0
         self.last = _EMPTY
+        self.current: Unit | None = None
+        self.left = ""
+        self._recent: deque[int] = deque(maxlen=HISTORY)
+        self._events: deque[tuple[int, Any]] = deque(maxlen=REMEMBERED_EVENTS)
         self._paths: dict[int, Path] = {}
-        self._groups: list[dist.ProcessGroup] = []  # kept, so that no other group gets its id
+        # With their timeouts; kept, so that no other group gets the id of one.
+        self._groups: list[tuple[dist.ProcessGroup, float]] = []
 
     def note(self, unit: Unit, kind: int, groups: int) -> None:
         """Remembers a collective of ``unit`` over its ``groups`` groups."""
@@ -110,20 +124,72 @@ class Trail:
         entry = mark << 36 | groups << 4 | kind
         self.total += 1
         self.last = entry
+        self._recent.append(entry)
+        self.current = None
         info = unit.groups[0].mesh_info
-        path = self._paths.get(id(info.shard_group)) or self.path(info.shard_group)
+        device = unit.groups[0].device
+        path = self._paths.get(id(info.shard_group)) or self.path(info.shard_group, device)
         path.add(entry)
         if kind == Kind.REDUCE and info.replicate_group is not None:
             # Replicas may run forwards on their own; their reductions have to agree.
-            self.path(info.replicate_group).add(entry)
+            self.path(info.replicate_group, device).add(entry)
 
-    def path(self, group: dist.ProcessGroup) -> Path:
+    def path(self, group: dist.ProcessGroup, device: torch.device | None = None) -> Path:
         """The trail over one process group."""
         path = self._paths.get(id(group))
         if path is None:
             path = self._paths[id(group)] = Path()
-            self._groups.append(group)
+            timeout = timeout_of(group, device or torch.device("cpu"))
+            self._groups.append((group, timeout))
         return path
+
+    def leave_order(self, unit: Unit, before: Sequence[Unit]) -> None:
+        """Remembers that this rank runs ``unit`` where the last iteration ran ``before``."""
+        there = f"ran '{before[0].fqn}'" if before else "had ended"
+        self.left = f"it ran '{unit.fqn}' where the step before {there}"
+
+    def completes_with(self, event: Any) -> None:
+        """The collective noted last has completed on the device when ``event`` has."""
+        if event is not None:
+            self._events.append((self.last, event))
+
+    # ---- for the watchdog ------------------------------------------------------------------------
+
+    def timeout(self) -> float:
+        """Seconds after which a collective fails, the shortest of all process groups."""
+        return min((seconds for _, seconds in self._groups), default=float("inf"))
+
+    def status(self) -> str:
+        """Where this rank stands, in one line."""
+        last = "none" if self.last == _EMPTY else describe(self.last)
+        text = f"{self.total} collectives started, the last one: {last}"
+        if self.current is not None:
+            phase = self.current.phase.name.lower()
+            text += f"; in one of '{self.current.fqn}' now ({phase})"
+        return text + (f"; {self.left}" if self.left else "")
+
+    def history(self) -> list[str]:
+        """The last collectives, oldest first."""
+        return [describe(entry) for entry in self._recent.copy()]
+
+    def stuck(self) -> str | None:
+        """The oldest collective that the device has not finished; ``None`` if that is unknown.
+
+        Events are recorded again and again, so only the newest entry of each says anything.
+        """
+        seen: set[int] = set()
+        oldest = None
+        try:
+            for entry, event in reversed(self._events.copy()):
+                if id(event) in seen:
+                    continue
+                seen.add(id(event))
+                if event.query():
+                    break
+                oldest = describe(entry)
+        except RuntimeError:  # recorded while a graph was captured
+            return None
+        return oldest
 
     # ---- errors of a collective itself ---------------------------------------------------------
 
@@ -136,11 +202,17 @@ class Trail:
             phase = "ahead of its use" if unit.phase is Phase.IDLE else unit.phase.name.lower()
             where = f"{doing} unit '{unit.fqn}' ({phase})"
         last = "none" if self.last == _EMPTY else f"this rank {describe(self.last)}"
-        raise RuntimeError(
+        what = (
             f"rank {dist.get_rank()}: a collective failed while {where}; {self.total} were "
-            f"completed before it, the last one: {last}. Every rank has to call the same units in "
-            "the same order and equally often; YA_FSDP_DEBUG=1 names the rank and the unit that "
-            f"differ first. The error was: {error}"
+            f"completed before it, the last one: {last}."
+        )
+        group = unit.groups[0].mesh_info.shard_group if unit is not None else None
+        ranks = dist.get_process_group_ranks(group)
+        others = watchdog.describe_failure(self, ranks, f"{what} {error}")
+        raise RuntimeError(
+            f"{what} {others} Every rank has to call the same units in the same order and equally "
+            "often; YA_FSDP_DEBUG=1 names the rank and the unit that differ first. The error was: "
+            f"{error}"
         ) from error
 
     # ---- before a collective, in debug mode ------------------------------------------------------

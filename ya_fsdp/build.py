@@ -22,6 +22,7 @@ from .param import TAKEN, ReplacedParameter, ShardedParam, parameter_table
 from .precision import MixedPrecisionPolicy, ResolvedDtypes, resolve
 from .ragged import RaggedShardDTensor
 from .schedule import Schedule
+from .strays import Census
 from .streams import Streams
 from .tensor_parallel import TensorParallel
 from .unit import Phase, Unit
@@ -33,13 +34,16 @@ GranularityOption = Granularity | Callable[[str, nn.Parameter], Granularity]
 class ModuleState:
     """What a managed module carries: its unit, and the schedule once its root is known.
 
-    ``above`` is the outermost managed module seen so far that contains this one.
+    ``above`` is the outermost managed module seen so far that contains this one. A root has a
+    ``census``, here and not in the schedule, which its modules refer to: a deleted model is to be
+    freed without the garbage collector.
     """
 
     unit: Unit
     is_list: bool = False
     schedule: Schedule | None = None
     above: weakref.ref[nn.Module] | None = None
+    census: Census | None = None
 
 
 _STATE = "_ya_fsdp_state"
@@ -273,13 +277,31 @@ def finalize(root: nn.Module) -> Schedule:
         unit.depth = max(unit.depth, depth)
     for index, unit in enumerate(units):
         unit.index = index
+    root_state.census = Census(root)
     _name_params(root)
     _check_materialised(units)
     is_alone = len(units) == 1 and state_of(root) is not None and root_state.above is None
     schedule = _schedule_for(list(units), is_alone)
     for _, _, state in members:
         state.schedule = schedule
+    if not schedule.is_orphanage:
+        schedule.before_iteration = _checks_of(root)
     return schedule
+
+
+def _checks_of(root: nn.Module) -> Callable[[], None]:
+    """What looks, before every iteration, whether the root still is what it was."""
+    reference = weakref.ref(root)
+
+    def look() -> None:
+        present = reference()
+        state = None if present is None else state_of(present)
+        if state is None or (state.census is not None and not state.census.changed()):
+            return
+        assert present is not None, "a state without its module"
+        state.census = Census(present)
+
+    return look
 
 
 def _managed_below(root: nn.Module) -> Iterator[tuple[str, int, ModuleState]]:

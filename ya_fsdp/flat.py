@@ -31,12 +31,13 @@ def flat_parameters(
     """Plain 1-D parameters over this rank's shards, for any stock ``torch.optim`` optimizer.
 
     The optimizer then updates a few large tensors in one launch instead of hundreds of small
-    ones. From this call on gradients are set on the flat parameters and the sharded parameters'
-    ``.grad`` stays ``None``; a parameter that a step does not use counts as one with gradient
-    zero. Parameters that are not sharded are returned as they are.
+    ones. From this call on gradients are set on the flat parameters, and the sharded parameters'
+    ``.grad`` is a view of them; a parameter that a step does not use counts as one with gradient
+    zero. Parameters that are not sharded are returned as they are. A second call makes new flat
+    parameters; an optimizer over the old ones raises.
 
     Args:
-        model: A model given to :func:`ya_fsdp.fully_shard`; call this after ``.to(dtype)``.
+        model: A model given to :func:`ya_fsdp.fully_shard`.
         groups: Options by key, such as ``{"decay": {"weight_decay": 0.1}, "rest": {}}``.
         key: Maps (FQN, parameter) to a key of ``groups``. Neighbours with one key become one
             tensor.
@@ -52,19 +53,21 @@ def flat_parameters(
     names = _names(model)
     found: dict[Hashable, list[nn.Parameter]] = {n: [] for n in (groups or (None,))}
     managed: set[int] = set()
+    keys_of: dict[ParamGroup, list[Hashable]] = {}  # all of them before anything is changed
     for group in groups_of(model):
-        managed.update(id(p.sharded) for p in group.params)
         keys = [
             key(names.get(id(p.sharded), p.fqn), p.sharded) if key else None for p in group.params
         ]
         for each in keys:
             if each not in found:
                 raise ValueError(f"key {each!r} is not in groups, which has {list(found)}")
+        keys_of[group] = keys
+    for group, keys in keys_of.items():
+        managed.update(id(p.sharded) for p in group.params)
         if not any(p.sharded.requires_grad for p in group.params):
             continue
         pieces = _cut(group, keys)
-        group.grads.shard.forget()
-        group.grads.shard.pieces = [piece for piece, _ in pieces]
+        group.grads.shard.set_pieces([piece for piece, _ in pieces])
         for piece, piece_key in pieces:
             found[piece_key].append(piece.param)
     for name, param in model.named_parameters():

@@ -30,6 +30,7 @@ from .module import YaFSDPModule, sharded_class
 from .pipeline import offer_to_pipelines
 from .precision import MixedPrecisionPolicy
 from .secondary import check_reshard, resolve_reshard
+from .strays import note_known
 from .unit import Unit, use_collectives
 
 M = TypeVar("M", bound=nn.Module)
@@ -160,6 +161,7 @@ def fully_shard(
         unit.sync_replicas()
     if fused_weight_gradients:
         unit.fused = fuse_linears(managed, groups) > 0
+    note_known(managed)
     for each in modules:
         _install(each, unit, is_list=len(modules) > 1)
     _note_above(modules)
@@ -178,7 +180,6 @@ def _install(module: nn.Module, unit: Unit, *, is_list: bool) -> None:
 def _reshard_first(module: nn.Module, *_: Any) -> None:
     state = state_of(module)
     if state is not None and state.schedule is not None:
-        state.unit.held = False
         state.schedule.reshard(state.unit)
         state.unit.to_sharded()
 
@@ -258,8 +259,17 @@ def _check_managed(modules: list[nn.Module], ignored: set[nn.Parameter]) -> None
                 "the module inside it, with a 2-D mesh for replicas"
             )
         _refuse_scripted(each)
-        sparse = isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and each.sparse
-        if sparse and each.weight.requires_grad and each.weight not in ignored:
+        if not isinstance(each, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        trained = each.weight.requires_grad and each.weight not in ignored
+        if each.max_norm is not None and trained:
+            raise ValueError(
+                f"{name}({each.num_embeddings}, {each.embedding_dim}, max_norm={each.max_norm}) "
+                "rewrites its weight in forward, which never reaches the shards; make it without "
+                "max_norm and scale rows after optimizer.step(), or pass its weight in "
+                "ignored_params"
+            )
+        if each.sparse and trained:
             raise ValueError(
                 f"{name}({each.num_embeddings}, {each.embedding_dim}, sparse=True) has sparse "
                 "gradients, which can not be reduced; make it with sparse=False or pass its weight "

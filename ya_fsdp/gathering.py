@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from . import _torch
+from . import _torch, watchdog
 from .agreement import Kind, Trail
 from .buffers import Slot
 from .carveout import CarveOut
@@ -28,6 +28,7 @@ class Gathering:
         self.pool = GatherPool(collectives)
         self.carveout: CarveOut | None = None
         self.trail = Trail()
+        watchdog.watch(self.trail)
 
     def set_carveout(self, carveout: CarveOut | None) -> None:
         """Makes matrix products leave multiprocessors to collectives, or no longer."""
@@ -42,6 +43,8 @@ class Gathering:
         slot = unit.slot
         if slot is not None and slot.holder is unit and slot.stamp == stamp:
             return
+        if unit.held:
+            unit.refuse_lost_writes()
         slot = self.pool.claim(unit, self.end_backward)
         if slot.content is unit and slot.stamp == stamp:
             return
@@ -56,6 +59,7 @@ class Gathering:
             self._take_memory(slot)
         self.streams.comm_waits(slot.free_event)
         slot.free_event = None
+        self.trail.current = unit
         try:
             with self.streams.on_comm():
                 if unit.unequal:
@@ -72,7 +76,7 @@ class Gathering:
         self.trail.note(unit, Kind.GATHER, len(unit.groups))
         if unit.gather_event is None:
             unit.gather_event = self.streams.new_event()
-        self.streams.record_comm(unit.gather_event)
+        self.trail.completes_with(self.streams.record_comm(unit.gather_event))
         if self.carveout is not None:
             self.carveout.on()
         unit.gather_pending = True
@@ -85,7 +89,8 @@ class Gathering:
         """Takes a unit that stayed gathered for gathered anew, if its weights are the same."""
         slot = unit.slot
         still_there = slot is not None and slot.holder is unit and slot.content is unit
-        if still_there and slot is not None and unit.is_current():
+        ours = unit.switched or not any(group.replaced() for group in unit.groups)
+        if still_there and slot is not None and unit.is_current() and ours:
             slot.stamp = stamp
         else:
             unit.kept = False
@@ -101,6 +106,7 @@ class Gathering:
         """Modules hold the sharded parameters again; the slot is free once compute has passed."""
         unit.to_sharded(may_have_changed)
         unit.kept = False
+        unit.noted = None
         slot = unit.slot
         if slot is not None and slot.holder is unit:
             if self.trail.debug:
@@ -121,6 +127,13 @@ class Gathering:
         elif _torch.is_capturing(self.streams.device):
             slot.fixed = True  # the graph writes to this address at every replay
 
+    def drop_unused_prefetch(self, unit: Unit) -> None:
+        """Releases a unit that was gathered ahead of a use that did not come."""
+        slot = unit.slot
+        used = unit.in_use or unit.switched or unit.kept
+        if slot is not None and slot.holder is unit and not used:
+            self.release(unit)
+
     def _poison(self, unit: Unit) -> None:
         """Whoever reads a released parameter without a check gets NaN, or an error of autograd."""
         unit.mark_stale()
@@ -135,3 +148,18 @@ class Gathering:
     def end_backward(self, unit: Unit) -> None:
         """Ends the backward of a unit whose slot another one needs; the schedule knows how."""
         raise NotImplementedError
+
+
+class UnshardHandle:
+    """What ``unshard(async_op=True)`` returns; :meth:`wait` makes the parameters usable."""
+
+    def __init__(self, schedule: Gathering | None, unit: Unit | None) -> None:
+        self._schedule = schedule
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Makes the current stream wait for the gather; modules then hold whole parameters."""
+        if self._schedule is not None and self._unit is not None:
+            self._schedule.finish_gather(self._unit)
+            self._unit.note_values(with_copy=self._schedule.trail.debug)
+            self._schedule = None

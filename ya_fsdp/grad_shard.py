@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +13,13 @@ from torch import Tensor, nn
 from . import _torch
 from .layout import ShardLayout
 from .mesh import MeshInfo
-from .param import ShardedParam
+from .param import ReplacedParameter, ShardedParam
+from .ragged import RaggedShardDTensor
 
 _OWN_REFERENCES = 3  # the list, the loop variable and getrefcount's argument
 
 
-@dataclass
+@dataclass(eq=False)
 class FlatPiece:
     """A range of the flat shard that an optimizer holds as one plain parameter.
 
@@ -32,6 +34,38 @@ class FlatPiece:
     end: int
     param: nn.Parameter
     members: tuple[int, ...]
+
+
+class FlatMember(RaggedShardDTensor):
+    """The class of a sharded parameter whose gradient is part of a flat parameter's.
+
+    Reading ``.grad`` gives a view of that part, so that what clips, counts or zeroes the gradients
+    of ``model.parameters()`` does what it says.
+    """
+
+    @property
+    def grad(self) -> Tensor | None:
+        """A sharded view of this parameter's part of the flat gradient."""
+        found = self._ya_fsdp_flat
+        return None if found is None else found[0].view_of(found[1])
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is not None:
+            raise RuntimeError(
+                f"parameter '{getattr(self, '_ya_fsdp_fqn', '?')}' is part of a flat parameter, "
+                "which holds its gradient; write into .grad in place, or set the flat one's"
+            )
+        present = self.grad
+        if present is not None:
+            present.zero_()
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+
+_torch.allow_foreach(FlatMember)
 
 
 @dataclass
@@ -60,6 +94,45 @@ class GradShard:
         """This rank's gradients in the master dtype, as one tensor; after :meth:`prepare`."""
         assert self._flat is not None, "prepare() comes first"
         return self._flat
+
+    def set_pieces(self, pieces: list[FlatPiece]) -> None:
+        """Hands gradients to flat parameters from now on; their members show views of them."""
+        self.forget()
+        for old in self.pieces:
+            if old not in pieces:
+                ReplacedParameter.mark(old.param, self.params[old.members[0]].fqn)
+        self.pieces = pieces
+        for piece in pieces:
+            for index in piece.members:
+                sharded: Any = self.params[index].sharded
+                sharded.__class__ = FlatMember
+                sharded._ya_fsdp_flat = (self, index)
+
+    def move_pieces(self, master_shard: Tensor) -> None:
+        """Lets flat parameters follow the shard to other memory, as ``.to(dtype)`` makes it."""
+        for piece in self.pieces:
+            piece.param.grad = None
+            piece.param.data = master_shard[piece.start : piece.end]
+        self.set_pieces(self.pieces)
+
+    def zero_pieces(self, set_to_none: bool) -> None:
+        """Resets the gradients of flat parameters."""
+        for piece in self.pieces:
+            if set_to_none:
+                piece.param.grad = None
+            elif piece.param.grad is not None:
+                piece.param.grad.zero_()
+
+    def view_of(self, index: int) -> Tensor | None:
+        """A sharded view of one parameter's part of the flat gradients, if there are any."""
+        piece = next(p for p in self.pieces if index in p.members)
+        if piece.param.grad is None:
+            return None
+        info, param = self.mesh_info, self.params[index]
+        start, end = self.layout.local_range(info.shard_rank, index)
+        local: Tensor = param.sharded._local_tensor  # type: ignore[attr-defined]
+        view = piece.param.grad[start - piece.start : end - piece.start].view(local.shape)
+        return param.place(view, self.layout.bounds(index), info)
 
     def holders(self) -> list[nn.Parameter]:
         """The parameters whose ``.grad`` is set."""

@@ -187,6 +187,7 @@ class ParamGroup:
         self.master_shard = shard
         self.dtypes = self._resolve(dtype)
         self.grads.reset(self.dtypes)
+        self.grads.shard.move_pieces(shard)
 
     def _resolve(self, master: torch.dtype) -> ResolvedDtypes:
         trainable = any(p.sharded.requires_grad for p in self.params)
@@ -328,6 +329,26 @@ class ParamGroup:
                     param.sharded.grad = None
                 else:
                     param.sharded.grad.zero_()
+
+    def values_now(self, *, with_copy: bool) -> tuple[tuple[int, ...], Tensor | None]:
+        """Version counters of the unsharded parameters, and their bytes."""
+        output = self.gather_output
+        copy = output.detach().clone() if with_copy and output is not None else None
+        return _torch.versions_of(self._unsharded), copy
+
+    def written_since(self, versions: tuple[int, ...], copy: Tensor | None) -> str | None:
+        """The first unsharded parameter that was written since :meth:`values_now`."""
+        now = self._versions or _torch.versions_of(self._unsharded)
+        for index, param in enumerate(self.params):
+            span = self.layout.spans[index]
+            part = slice(span.offset, span.offset + span.numel)
+            if now[index] != versions[index]:
+                return param.fqn
+            if copy is not None and self.gather_output is not None:
+                before, after = copy[part], self.gather_output[part]
+                if not torch.equal(before.view(torch.uint8), after.view(torch.uint8)):
+                    return param.fqn
+        return None
 
     def mark_stale(self, version: int) -> None:
         """Sets version counters so that a backward that still needs the old bytes raises."""

@@ -21,6 +21,8 @@ def pre_forward(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Gathers the unit and casts floating-point inputs as its policy says."""
     schedule.pre_forward(unit)
+    if schedule.trail.debug and not unit.held:
+        unit.note_values(with_copy=True)
     dtype = unit.policy.param_dtype
     if dtype is not None and unit.policy.cast_forward_inputs:
         cast = cast_floats(dtype)
@@ -41,6 +43,8 @@ def post_forward(
             watch_inputs(schedule, unit, args, kwargs)
         else:
             schedule.watch_gradients(unit)  # a loss may reach them by a tensor that was kept
+    if schedule.trail.debug and not unit.held:
+        unit.refuse_lost_writes()
     schedule.post_forward(unit, needs_backward)
     if unit.policy.output_dtype is not None:
         output = map_tensors(output, cast_floats(unit.policy.output_dtype))

@@ -13,24 +13,11 @@ from torch.distributed.fsdp import FSDPModule
 from . import _torch, hooks
 from .build import ModuleState, schedule_of, state_of, units_of
 from .collectives import Collectives, check_collectives
+from .gathering import UnshardHandle
 from .schedule import Schedule
 from .unit import Unit, reshard_units, use_collectives, watch_optimizers
 
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-class UnshardHandle:
-    """What ``unshard(async_op=True)`` returns; :meth:`wait` makes the parameters usable."""
-
-    def __init__(self, schedule: Schedule | None, unit: Unit | None) -> None:
-        self._schedule = schedule
-        self._unit = unit
-
-    def wait(self) -> None:
-        """Makes the current stream wait for the gather; modules then hold whole parameters."""
-        if self._schedule is not None and self._unit is not None:
-            self._schedule.finish_gather(self._unit)
-            self._schedule = None
 
 
 class YaFSDPModule(FSDPModule):
@@ -74,7 +61,11 @@ class YaFSDPModule(FSDPModule):
         return None
 
     def reshard(self) -> None:
-        """Frees this module's gathered parameters (not those of managed submodules)."""
+        """Frees this module's gathered parameters (not those of managed submodules).
+
+        Raises:
+            RuntimeError: If one was written since ``unshard()``: that is lost.
+        """
         state = _state(self)
         if state.schedule is not None:
             state.schedule.reshard(state.unit)
@@ -239,20 +230,19 @@ class YaFSDPModule(FSDPModule):
             for group in unit.groups:
                 group.readopt()
             unit.slot = None
-        for module in cast(nn.Module, self).modules():
-            state = state_of(module)
-            if state is not None and state.schedule is not None:
-                state.schedule.reducer.drop_slots()
-                state.schedule.units_changed()
+        for _, schedule in self._ya_scheduled():
+            schedule.reducer.drop_slots()
+            schedule.units_changed()
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets gradients, and those of microbatches without communication."""
-        super().zero_grad(set_to_none)  # type: ignore[misc]
         for unit in self._ya_managed(True):
             for group in unit.groups:
+                group.grads.shard.zero_pieces(set_to_none)
                 if unit.switched or group.grads.holds_microbatches:
                     group.zero_grad(set_to_none)
+        super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: Any) -> Any:
         """Refused: buffers and process groups can not be copied."""
@@ -281,17 +271,18 @@ class YaFSDPModule(FSDPModule):
         module = cast(nn.Module, self)
         return units_of(module.modules() if recurse else (module,))
 
+    def _ya_scheduled(self) -> Iterator[tuple[Unit, Schedule]]:
+        for state in filter(None, map(state_of, cast(nn.Module, self).modules())):
+            if state.schedule is not None:
+                yield state.unit, state.schedule
+
     def _ya_reshard_all(self) -> None:
-        for module in cast(nn.Module, self).modules():
-            state = state_of(module)
-            if state is not None and state.schedule is not None:
-                state.schedule.reshard(state.unit)
+        for unit, schedule in self._ya_scheduled():
+            schedule.reshard(unit)
 
     def _ya_slots_changed(self) -> None:
-        for module in cast(nn.Module, self).modules():
-            state = state_of(module)
-            if state is not None and state.schedule is not None:
-                state.schedule.pool.dirty = True
+        for _, schedule in self._ya_scheduled():
+            schedule.pool.dirty = True
 
 
 def call_with_unshard(
@@ -301,13 +292,14 @@ def call_with_unshard(
     state: ModuleState = module.__dict__["_ya_fsdp_state"]
     unit = state.unit
     schedule = state.schedule or schedule_of(module)
+    open_calls = schedule.open_calls
     try:
         args, kwargs = hooks.pre_forward(schedule, unit, args, kwargs)
         output = call(*args, **kwargs)
+        return hooks.post_forward(schedule, unit, args, kwargs, output)
     except BaseException:
-        schedule.post_forward(unit, False)
+        schedule.fail_forward(unit, open_calls)
         raise
-    return hooks.post_forward(schedule, unit, args, kwargs, output)
 
 
 # Compiled code begins and ends at a unit: gathers and hooks belong to no graph.

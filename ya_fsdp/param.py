@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from . import _torch
+from ._torch_watch import inside_functional_call
 from .mesh import MeshInfo
 from .ragged import RaggedShardDTensor, new_ragged
 from .tensor_parallel import TensorParallel
@@ -164,9 +165,9 @@ class ReplacedDTensor(DTensor):
 def _values_only(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func in _GRADIENT_ACCESS:
         raise RuntimeError(
-            f"parameter '{getattr(args[0], TAKEN, '?')}' was replaced by fully_shard, so this "
-            "object gets no gradients any more. Build the optimizer (and every list of "
-            "parameters) from model.parameters() after fully_shard."
+            f"parameter '{getattr(args[0], TAKEN, '?')}' was replaced by fully_shard (or by a "
+            "later call of flat_parameters), so this object gets no gradients any more. Build the "
+            "optimizer (and every list of parameters) from model.parameters() after fully_shard."
         )
     with _torch.without_torch_function():
         return func(*args, **kwargs)
@@ -319,6 +320,7 @@ class ShardedParam:
             RuntimeError: If the parameter was removed, tied, untied or replaced by a plain tensor
                 after ``fully_shard``.
         """
+        borrowed = inside_functional_call()
         for table, name in self.sites:
             current: Any = table.get(name)
             if current is self.sharded or current is self.unsharded:
@@ -328,6 +330,8 @@ class ShardedParam:
                 what = "removed (or given a parametrization)"
             elif not isinstance(current, nn.Parameter):
                 what = "replaced by a plain tensor (torch.func.functional_call does so)"
+            elif borrowed:
+                what = "replaced by torch.func.functional_call for one call"
             elif owner != self.fqn:
                 what = f"tied to '{owner}'"
             elif self.registered is self.sharded:

@@ -45,6 +45,8 @@ def _refusal(func: Any, args: tuple[Any, ...]) -> str:
         f"{func} is not defined for a RaggedShardDTensor. Use .to_local() to work on this rank's "
         "piece, or .full_tensor() (on every rank) to work on the whole tensor."
     )
+    if func is torch.ops.aten.cat.default:
+        text += " (DistributedDataParallel joins parameters so: a sharded model needs none.)"
     names = [n for n in (getattr(a, "_ya_fsdp_fqn", None) for a in args) if n]
     if not names:
         return text

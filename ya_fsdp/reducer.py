@@ -70,6 +70,8 @@ class Reducer:
         self._in_flight.clear()
         for unit in list(self._open):
             self._close(unit)
+        for slot in self.slots:
+            slot.content = None  # half filled, perhaps
         for unit in self.accumulating:
             for group in unit.groups:
                 group.grads.drop()
@@ -122,6 +124,7 @@ class Reducer:
         self.streams.comm_waits(self._ready_event)
         collectives = unit.collectives or self.collectives
         waiting: list[tuple[ParamGroup, Tensor, bool]] = []
+        self.trail.current = unit
         try:
             with self.streams.on_comm(), torch.no_grad():
                 for group, reduce_input, is_fresh in zip(groups, inputs, fresh, strict=True):
@@ -136,6 +139,7 @@ class Reducer:
         sums_stay = any(slot.holds(sums) for _, sums, _ in waiting)
         record = self.streams.record_across if sums_stay else self.streams.record_comm
         slot.free_event = record(slot.free_event or self.streams.new_event())
+        self.trail.completes_with(slot.free_event)
         slot.holder = None
         for group in groups:
             group.grads.hand_out()
@@ -334,6 +338,18 @@ class Reducer:
                 spread(flags)
             if info.replicate_group is not None and info.replicate_size > 1:
                 self.collectives.all_reduce(flags, "max", info.replicate_group)
+
+
+def with_leftovers(units: Sequence[Unit]) -> list[Unit]:
+    """Units with gradients that came without one at the unit's outputs, or accumulated."""
+    found = []
+    with _torch.without_torch_function():
+        for unit in units:
+            for group in unit.groups:
+                if group.grads.left_behind() or group.grads.accumulator is not None:
+                    group.grads.take()
+                    found.append(unit)
+    return list(dict.fromkeys(found))
 
 
 def offsets(unit: Unit) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -13,9 +14,9 @@ from . import _torch
 from .buffers import Slot
 from .collectives import Collectives
 from .gathering import Gathering
-from .reducer import Reducer
+from .reducer import Reducer, with_leftovers
 from .streams import Streams
-from .unit import Phase, Unit, refuse_left_behind
+from .unit import Phase, Unit, refuse_left_behind, refuse_thread
 
 
 class _EndOfBackward:
@@ -54,11 +55,14 @@ class Schedule(Gathering):
         self.recording: list[Unit] = []
         self.finished: list[Unit] = []  # the order in which forwards ended: backward's, reversed
         self.post_optim_event: Any = None
+        self.before_iteration: Callable[[], None] | None = None
         self.after_backward: list[Callable[[], None]] = []
         self.weights_unchanged = False  # since the last forward, so that what is there is current
         self.is_last_backward = True
+        self._thread = 0
         self._following = False
         self._backward_seen = False
+        self._in_backward = False  # until all of its end has run
         self._active: list[Unit] = []
         self._callback: weakref.ref[_EndOfBackward] | None = None
 
@@ -89,6 +93,8 @@ class Schedule(Gathering):
         """A new outermost forward: whatever an exception left behind is cleaned up first."""
         if not self.backward_alive():
             self.recover()
+        if self.before_iteration is not None:
+            self.before_iteration()
         self.stamp += not self.weights_unchanged
         if self.recording and not self._keeps_recording():
             self.order, self.recording, self.finished = self.recording, [], []
@@ -122,21 +128,31 @@ class Schedule(Gathering):
 
     def recover(self) -> None:
         """Returns every unit to idle: an exception may have ended a forward or a backward."""
-        if self._active or self._callback is not None:
+        if self._in_backward:
             for unit in self.units:
                 for group in unit.groups:
                     group.grads.drop()
             self._active.clear()
             self._callback = None
             self.reducer.reset()
+            self._in_backward = False
         self.open_calls = 0
         for unit in self.units:
+            unit.calls = 0
             if unit.phase is not Phase.IDLE:
                 for group in unit.groups:
                     group.grads.drop()
                 unit.phase = Phase.IDLE
-                unit.calls = 0
                 self.release(unit)
+            elif unit.switched and not unit.held:
+                self.release(unit)  # interrupted between the two
+
+    def fail_forward(self, unit: Unit, open_calls: int) -> None:
+        """Ends a forward that raised, wherever that was; ``open_calls``: before it began."""
+        self.post_forward(unit, False)
+        self.open_calls = open_calls
+        if not open_calls and not self.backward_alive():
+            self.recover()
 
     def pre_forward(self, unit: Unit) -> None:
         """Gathers a unit for its forward and starts the next one's gather."""
@@ -145,8 +161,12 @@ class Schedule(Gathering):
             self.finish_gather(unit)
             return
         recompute = _torch.current_graph_task() != -1
-        if self.open_calls == 0 and not recompute:
-            self.begin_iteration()
+        if not recompute:
+            if self.open_calls == 0:
+                self._thread = get_ident()
+                self.begin_iteration()
+            elif get_ident() != self._thread:
+                refuse_thread(unit)
         if self.carveout is not None:
             self.carveout.begin()
             self.carveout.off()
@@ -198,6 +218,7 @@ class Schedule(Gathering):
             return
         elif position >= len(self.order) or self.order[position] is not unit:
             self._following = False  # this iteration runs in another order than the last
+            self.trail.leave_order(unit, self.order[position : position + 1])
             return
         else:
             targets = self.order[position + 1 : position + self.pool.num_buffers]
@@ -215,8 +236,9 @@ class Schedule(Gathering):
     def _join_backward_pass(self) -> None:
         if self.backward_alive():
             return
-        if self._active or self._callback is not None:
+        if self._in_backward:
             self.recover()
+        self._in_backward = True
         callback = _EndOfBackward(self)
         self._callback = weakref.ref(callback, self._backward_lost)
         _torch.queue_backward_callback(callback)
@@ -333,40 +355,24 @@ class Schedule(Gathering):
 
     def end_backward_pass(self) -> None:
         """Everything autograd will do is done: reduce what is left and wait for the results."""
-        self._callback = None
         self._backward_seen = True
         for unit in self._active[::-1]:
             self.end_backward(unit)
-        leftovers = self._with_leftovers()
+        leftovers = with_leftovers(self.units)
         for unit in self.units if self.uniform else leftovers:
             self.reducer.reduce(unit, unused_too=self.uniform)
         for unit in self.units:
             if self.is_last_backward:
                 unit.pending_backward = 0
-            self._drop_unused_prefetch(unit)
+            self.drop_unused_prefetch(unit)
         # Units without a common root may belong to a model that only this rank still remembers.
         self.reducer.finish(None if self.is_orphanage else self.units)
+        self._callback = None
+        self._in_backward = False
         for listener in self.after_backward:
             listener()
         if self.carveout is not None:
             self.carveout.end()
-
-    def _with_leftovers(self) -> list[Unit]:
-        """Units with gradients that came without one at the unit's outputs, or accumulated."""
-        found = []
-        with _torch.without_torch_function():
-            for unit in self.units:
-                for group in unit.groups:
-                    if group.grads.left_behind() or group.grads.accumulator is not None:
-                        group.grads.take()
-                        found.append(unit)
-        return list(dict.fromkeys(found))
-
-    def _drop_unused_prefetch(self, unit: Unit) -> None:
-        slot = unit.slot
-        used = unit.in_use or unit.switched or unit.kept
-        if slot is not None and slot.holder is unit and not used:
-            self.release(unit)
 
     # ---- by hand ------------------------------------------------------------------------------
 
@@ -383,8 +389,11 @@ class Schedule(Gathering):
     def reshard(self, unit: Unit) -> None:
         """Frees a unit that nobody computes with."""
         unit.held = False
-        if unit.phase is Phase.IDLE:
-            self.release(unit)
+        try:
+            unit.refuse_lost_writes()
+        finally:
+            if unit.phase is Phase.IDLE:
+                self.release(unit)
 
     def buffers(self) -> list[Slot]:
         """Every persistent gather and gradient slot, for reports."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from enum import IntEnum
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -116,6 +117,7 @@ class Unit:
         self.mark = 0  # see agreement.mark_of
         self.marked_as = ""
         self.forward_stamp = -1
+        self.noted: list[tuple[tuple[int, ...], Any]] | None = None
         self.gather_event: Any = None
         self.gather_pending = False
         self.free_event: Any = None
@@ -189,9 +191,9 @@ class Unit:
     def to_unsharded(self) -> None:
         """Modules hold the unsharded parameters from here on."""
         if not self.switched:
+            self.switched = True  # first, so that an interrupt in between is undone
             for group in self.groups:
                 group.to_unsharded()
-            self.switched = True
 
     def to_sharded(self, may_have_changed: bool = True) -> None:
         """Modules hold the sharded parameters from here on.
@@ -203,6 +205,32 @@ class Unit:
             for group in self.groups:
                 group.to_sharded(may_have_changed)
             self.switched = False
+
+    def note_values(self, *, with_copy: bool) -> None:
+        """Remembers what the unsharded parameters hold, for :meth:`refuse_lost_writes`.
+
+        Args:
+            with_copy: Compare values too, which finds writes through ``.data``.
+        """
+        self.noted = [group.values_now(with_copy=with_copy) for group in self.groups]
+
+    def refuse_lost_writes(self) -> None:
+        """Raises if unsharded parameters were written since :meth:`note_values`.
+
+        Raises:
+            RuntimeError: Names the first parameter; the written values are lost.
+        """
+        noted, self.noted = self.noted, None
+        if noted is None:
+            return
+        for group, (versions, copy) in zip(self.groups, noted, strict=True):
+            fqn = group.written_since(versions, copy)
+            if fqn is not None:
+                raise RuntimeError(
+                    f"parameter '{fqn}' was written while it was gathered; the new values are "
+                    "lost, since they never reach its shards. Write to the sharded parameter "
+                    "(after reshard(), with torch.no_grad()), or load them with load_state_dict."
+                )
 
     def mark_stale(self) -> None:
         """The slot goes to another unit: a backward that still needs the old bytes must raise."""
@@ -259,6 +287,20 @@ def reshard_units(units: Sequence[Unit], value: bool | int) -> None:
     for unit in units:
         where = f"unit '{unit.fqn}'"
         unit.reshard_after(*resolve_reshard(value, unit.groups[0].mesh_info, where))
+
+
+def refuse_thread(unit: Unit) -> NoReturn:
+    """Raises because a second thread runs units while a first one is inside their root's forward.
+
+    Raises:
+        RuntimeError: Names the unit.
+    """
+    raise RuntimeError(
+        f"unit '{unit.fqn}' was called in thread '{threading.current_thread().name}' while another "
+        "thread is inside a forward under the same root. Collectives have to start in one order "
+        "on every rank, so one thread at a time runs a sharded model: wait for the other one, or "
+        "give each thread a model of its own."
+    )
 
 
 def refuse_left_behind(units: Sequence[Unit]) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import io
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -30,8 +33,8 @@ from tests.distributed.models import (
     train_step,
 )
 from tests.harness import WorkerPool, test_device
-from ya_fsdp import agreement
-from ya_fsdp.build import schedule_of
+from ya_fsdp import agreement, watchdog
+from ya_fsdp.build import schedule_of, state_of
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -230,8 +233,9 @@ def short_mesh(seconds: float) -> DeviceMesh:
     return DeviceMesh.from_group(group, "cpu")
 
 
-def extra_forward(rank: int, world_size: int) -> tuple[str, float]:
+def extra_forward(rank: int, world_size: int, folder: str) -> tuple[str, float]:
     """Rank 0 runs one forward more; rank 1 waits at the end without closing its connections."""
+    os.environ.update(YA_FSDP_DUMP_DIR=folder, SOME_TOKEN="a secret of the environment")
     model, _ = pair(MLP, mesh=short_mesh(2))
     x = inputs(world_size)[rank]
     loss(model, x).backward()
@@ -244,14 +248,90 @@ def extra_forward(rank: int, world_size: int) -> tuple[str, float]:
     return message, took
 
 
-def test_a_forward_that_other_ranks_do_not_run_ends_and_names_its_unit(world2: WorkerPool) -> None:
-    (message, took), _ = world2.run(extra_forward)
+def test_a_collective_that_gets_stuck_ends_with_where_every_rank_stands(
+    world2: WorkerPool, tmp_path: Path
+) -> None:
+    (message, took), _ = world2.run(extra_forward, str(tmp_path))
     assert (
         "rank 0: a collective failed while gathering unit 'layers.0' (ahead of its use)" in message
     )
     assert "the last one: this rank reduces the gradients of 'layers.0'" in message
+    assert re.search(
+        r"rank 1: \d+ collectives started, the last one: reduces the gradients of 'layers\.0'",
+        message,
+    )
     assert "YA_FSDP_DEBUG=1" in message
     assert 1 < took < 30
+    (dump,) = tmp_path.iterdir()
+    assert str(dump) in message and dump.stat().st_mode & 0o077 == 0
+    text = dump.read_text()
+    for part in (
+        "rank 0: a collective failed while gathering unit 'layers.0'",
+        "rank 1: ",
+        "last collectives, oldest first:\n  gathers 'layers.0'",
+        "thread MainThread:",
+        "in launch_gather",
+    ):
+        assert part in text, part
+    assert "a secret of the environment" not in text and "SOME_TOKEN" not in text
+
+
+class FakeEvent:
+    """Says whether the device has passed it."""
+
+    def __init__(self, passed: bool) -> None:
+        self.passed = passed
+
+    def query(self) -> bool:
+        return self.passed
+
+
+def stuck_on_a_device(rank: int, world_size: int, folder: str) -> tuple[bool, str, str]:
+    """What the watchdog does where the host runs ahead and nothing raises."""
+    os.environ["YA_FSDP_DUMP_DIR"] = folder
+    model, _ = pair(MLP)
+    loss(model, inputs(world_size)[rank]).backward()
+    trail = schedule_of(model).trail
+    watched = watchdog._Watched(trail)
+    watched.look(0.0)
+    timeout = trail.timeout()
+    assert timeout == 120  # the harness's
+    head, first = (state_of(module).unit for module in (model.head, model.layers[0]))
+    done, reused, waiting = FakeEvent(True), FakeEvent(False), FakeEvent(False)
+    trail.completes_with(reused)  # recorded again below: says nothing about this one
+    trail.note(first, agreement.Kind.GATHER, 1)
+    trail.completes_with(done)
+    trail.note(head, agreement.Kind.GATHER, 1)
+    trail.completes_with(reused)
+    trail.note(head, agreement.Kind.REDUCE, 1)
+    trail.completes_with(waiting)
+    oldest = trail.stuck()
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        watched.look(1.0)  # progress
+        watched.look(1.0 + 0.7 * timeout)  # tells the other ranks, reports nothing
+        early = said.getvalue()
+        dist.barrier()
+        watched.look(1.0 + 0.9 * timeout)
+        watched.look(1.0 + 0.95 * timeout)  # once
+    waiting.passed = reused.passed = True
+    quiet = trail.stuck() is None
+    dist.barrier()  # both have read what the other one told
+    trail.note(first, agreement.Kind.GATHER, 1)
+    watched.look(2.0 + timeout)
+    return quiet and not early, str(oldest), said.getvalue()
+
+
+def test_a_collective_that_a_device_does_not_finish_is_reported_before_the_timeout(
+    world2: WorkerPool, tmp_path: Path
+) -> None:
+    for rank, (quiet, oldest, said) in enumerate(world2.run(stuck_on_a_device, str(tmp_path))):
+        assert quiet
+        assert oldest == "gathers 'head'"
+        assert said.count("ya_fsdp: rank") == 1
+        assert f"ya_fsdp: rank {rank}: gathers 'head' has not finished" in said
+        assert f"rank {1 - rank}: " in said and "reduces the gradients of 'head'" in said
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 SKIPS = """

@@ -142,6 +142,12 @@ BAD: dict[str, Case] = {
         ValueError,
         r"Embedding\(4, 2, sparse=True\).*sparse=False",
     ),
+    "rows rescaled in forward": (
+        lambda: nn.Sequential(nn.Embedding(4, 2, max_norm=1.0)),
+        {},
+        ValueError,
+        r"Embedding\(4, 2, max_norm=1\.0\) rewrites its weight.*optimizer",
+    ),
     "data parallel": (data_parallel, {}, ValueError, "DistributedDataParallel.*inside it"),
     "a list": (lambda: nn.ModuleList([nn.Linear(2, 2)]), {}, ValueError, r"ModuleList.*no forward"),
     "a dict": (lambda: nn.ModuleDict({"a": nn.Linear(2, 2)}), {}, ValueError, "ModuleDict"),

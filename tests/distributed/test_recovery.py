@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
+import sys
+import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
+import ya_fsdp
 from tests.distributed.models import (
+    BATCH,
     CLASSES,
     MLP,
     SHARDINGS,
@@ -21,8 +29,9 @@ from tests.distributed.models import (
     sgd_pair,
     train_step,
 )
-from tests.harness import WorkerPool
+from tests.harness import WorkerPool, uses_nccl
 from ya_fsdp import fully_shard
+from ya_fsdp.debug import memory_report
 
 
 @pytest.fixture(params=[2, 3], ids=["2 ranks", "3 ranks"])
@@ -302,3 +311,161 @@ def replaced(rank: int, world_size: int) -> None:
 
 def test_a_refused_second_sharding_leaves_the_model_as_it_was(world2: WorkerPool) -> None:
     world2.run(replaced)
+
+
+# ---- interrupts, memory, processes ---------------------------------------------------------------
+
+PACKAGE = str(Path(ya_fsdp.__file__).parent)
+
+
+class Interrupt:
+    """A trace function that raises KeyboardInterrupt at the n-th line of the package.
+
+    The file of private torch names is left out: between the start of a collective and the wait for
+    it lies one line, and what gloo's own thread writes after that can not be called back.
+    """
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+        self.lines = 0
+
+    def __call__(self, frame: Any, event: str, arg: Any) -> Any:
+        name = frame.f_code.co_filename
+        return self.line if name.startswith(PACKAGE) and not name.endswith("_torch.py") else None
+
+    def line(self, frame: Any, event: str, arg: Any) -> Any:
+        if event == "line":
+            self.lines += 1
+            if self.lines == self.at:
+                raise KeyboardInterrupt
+        return self.line
+
+
+def interrupted_step(model: Any, x: Tensor, at: int) -> tuple[int, bool]:
+    interrupt = Interrupt(at)
+    sys.settrace(interrupt)
+    try:
+        loss(model, x).backward()
+    except KeyboardInterrupt:
+        return interrupt.lines, True
+    finally:
+        sys.settrace(None)
+    return interrupt.lines, False
+
+
+def interrupt_everywhere(rank: int, world_size: int, name: str, stride: int) -> None:
+    model, reference = pair(lambda: MLP(2), SHARDINGS[name])
+    xs = inputs(world_size)
+    for _ in range(2):
+        train_step(model, reference, rank, xs)
+    lines, _ = interrupted_step(model, xs[rank], 10**9)
+    assert lines > 500
+    for at in range(1, lines, stride):
+        assert interrupted_step(model, xs[rank], at)[1]
+        train_step(model, reference, rank, xs)
+
+
+@pytest.mark.parametrize("name", ["leaf", "nested"])
+def test_training_goes_on_after_an_interrupt_at_any_line(world2: WorkerPool, name: str) -> None:
+    world2.run(interrupt_everywhere, name, 37)
+
+
+class TooLarge(MLP):
+    """Runs out of memory on large batches, in forward or in backward."""
+
+    where = "forward"
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if len(x) > BATCH and self.where == "forward":
+            raise torch.OutOfMemoryError("as if")
+        if len(x) > BATCH:
+            y.register_hook(out_of_memory)
+        return y
+
+
+def out_of_memory(_: Tensor) -> Tensor:
+    raise torch.OutOfMemoryError("as if")
+
+
+def smaller_batch(rank: int, world_size: int, where: str) -> None:
+    model, reference = pair(TooLarge, SHARDINGS["nested"])
+    model.where = where
+    optimizers = sgd_pair(model, reference)
+    xs = inputs(world_size)
+    train_step(model, reference, rank, xs, optimizers=optimizers)
+    held = memory_report(model)
+    gc.disable()
+    try:
+        for _ in range(3):
+            model.zero_grad()
+            activations: list[Any] = []
+            handle = (
+                model.layers[1]
+                .net[0]
+                .register_forward_hook(
+                    lambda _, args, out, kept=activations: kept.append(weakref.ref(out))
+                )
+            )
+            large = inputs(1, 4 * BATCH, WIDTH)[0]
+            with pytest.raises(torch.OutOfMemoryError):
+                loss(model, large).backward()
+            handle.remove()
+            assert activations and all(ref() is None for ref in activations)
+            train_step(model, reference, rank, xs, optimizers=optimizers)
+            assert memory_report(model) == held
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_after_out_of_memory_a_smaller_batch_trains_and_memory_is_back(
+    world2: WorkerPool, where: str
+) -> None:
+    world2.run(smaller_batch, where)
+
+
+class Numbers(Dataset[Tensor]):
+    """Six batches of one sample; may raise at one of them."""
+
+    def __init__(self, rank: int, world_size: int, bad: int = -1) -> None:
+        self.rank, self.world_size, self.bad = rank, world_size, bad
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index == self.bad:
+            raise OutOfMemory("no such sample")
+        return inputs(self.world_size, seed=index)[self.rank]
+
+
+def forked_workers(rank: int, world_size: int) -> None:
+    model, reference = pair(MLP, SHARDINGS["nested"])
+    optimizers = sgd_pair(model, reference)
+
+    def epoch(bad: int = -1) -> int:
+        done = 0
+        options: Any = {"num_workers": 1, "multiprocessing_context": "fork", "batch_size": None}
+        for step, x in enumerate(DataLoader(Numbers(rank, world_size, bad), **options)):
+            xs = inputs(world_size, seed=step)
+            assert torch.equal(x, xs[rank].cpu())
+            train_step(model, reference, rank, xs, optimizers=optimizers)
+            done += 1
+        return done
+
+    # The harness's processes are daemons, which may have no children.
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", False)
+    assert epoch() == 6
+    with pytest.raises(OutOfMemory):
+        epoch(bad=3)
+    assert epoch() == 6
+    monkeypatch.undo()
+
+
+@pytest.mark.skipif(uses_nccl(), reason="a process that uses CUDA can not be forked")
+def test_training_with_forked_workers_of_a_loader_survives_its_exception(
+    world2: WorkerPool,
+) -> None:
+    world2.run(forked_workers)

@@ -7,12 +7,14 @@ import os
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -129,3 +131,90 @@ def test_a_run_resumes_on_another_number_of_processes_as_if_nothing_had_happened
     resumed = _train(1, text, tmp_path, *options, "--resume")["history"]["losses"]
     assert resumed[:30] == whole[:30]
     assert resumed[30:] == pytest.approx(whole[30:], rel=1e-3)
+
+
+# ---- processes that die --------------------------------------------------------------------------
+
+
+def _launch(
+    text: Path, out: Path, processes: int, *launcher: str
+) -> tuple[subprocess.Popen[str], Path]:
+    """Starts an agent of torchrun whose workers restart and go on from the last checkpoint."""
+    options = "--steps", "60", "--save-every", "5", "--checkpoint-layers", "1", "--resume"
+    script = _command(1, text, out, *options)[1:]
+    run = (sys.executable, "-m", "torch.distributed.run", "--max-restarts=3", *launcher)
+    # Else restarted workers may read addresses of the dead ones, see docs/troubleshooting.md.
+    environment = _environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    log = out.parent / f"agent{len(list(out.parent.glob('agent*')))}.log"
+    with log.open("w") as file:
+        agent = subprocess.Popen(
+            [*run, f"--nproc_per_node={processes}", *script],
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    return agent, log
+
+
+def _workers(agent: subprocess.Popen[str]) -> list[psutil.Process]:
+    return [p for p in psutil.Process(agent.pid).children() if SCRIPT.name in str(p.cmdline())]
+
+
+def _wait_for(path: Path, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not appear"
+        time.sleep(0.01)
+
+
+def _finish(agent: subprocess.Popen[str], log: Path, out: Path) -> tuple[dict[str, Any], str]:
+    try:
+        code = agent.wait(timeout=90)
+    finally:
+        agent.kill()
+    assert code == 0, log.read_text()
+    return json.loads((out / "report.json").read_text()), log.read_text()
+
+
+def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint_and_no_bit(
+    text: Path, tmp_path: Path, unbroken: tuple[Path, dict[str, Any]]
+) -> None:
+    agent, log = _launch(text, tmp_path / "out", 2, "--standalone")
+    _wait_for(tmp_path / "out" / "step_000010")
+    _workers(agent)[1].kill()
+    report, output = _finish(agent, log, tmp_path / "out")
+    assert "resumed from" in output
+    assert report["options"]["world_size"] == 2
+    assert report["history"]["losses"] == unbroken[1]["history"]["losses"]
+
+
+def test_a_lost_machine_leaves_the_others_training_on_from_the_last_checkpoint(
+    text: Path, tmp_path: Path, unbroken: tuple[Path, dict[str, Any]]
+) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    out = tmp_path / "out"
+    patience = "keep_alive_interval=1,keep_alive_max_attempt=2,last_call_timeout=2"
+    rendezvous = "--nnodes=1:2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}"
+    agents = [
+        _launch(text, out, 1, *rendezvous, f"--rdzv-conf={patience},is_host={host}")
+        for host in (1, 0)
+    ]
+    try:
+        _wait_for(out / "step_000010")
+        lost = agents[1][0]
+        (worker,) = _workers(lost)
+        lost.kill()
+        worker.kill()
+        report, output = _finish(*agents[0], out)
+    finally:
+        for agent, _ in agents:
+            agent.kill()
+            agent.wait()
+    assert "resumed from" in output
+    assert report["options"]["world_size"] == 1
+    whole, joined = unbroken[1]["history"]["losses"], report["history"]["losses"]
+    assert joined[:10] == whole[:10]
+    assert joined == pytest.approx(whole, rel=1e-3)

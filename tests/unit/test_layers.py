@@ -28,6 +28,8 @@ FLOORS = {
     "wrapper": 5,
     "build": 4,
     "hooks": 4,
+    "strays": 4,
+    "watchdog": 1,
     "schedule": 3,
     "reducer": 3,
     "fused_linear": 3,
@@ -67,6 +69,7 @@ FLOORS = {
     "_torch": -1,
     "_torch_memory": -1,
     "_torch_mesh": -1,
+    "_torch_watch": -1,
     "_version": -1,
 }
 ARROWS = {
@@ -78,6 +81,7 @@ ARROWS = {
     ("wrapper", "flat"),
     ("wrapper", "checkpoint"),
     ("build", "hooks"),
+    ("build", "strays"),
     ("schedule", "reducer"),
     ("schedule", "gathering"),
     ("gathering", "pool"),
@@ -122,7 +126,7 @@ ARROWS = {
 # Guests live on floor 5, but come in through the front door: what `ya_fsdp` exports, or each other.
 GUESTS = {"graph", "optim", "integrations", "cli", "run"}
 WITHOUT_TORCH = {"layout", "packing"}
-PRIVATE_NAMES_LIVE_IN = {"_torch.py", "_torch_memory.py", "_torch_mesh.py"}
+PRIVATE_NAMES_LIVE_IN = {"_torch.py", "_torch_memory.py", "_torch_mesh.py", "_torch_watch.py"}
 
 
 def public_names() -> frozenset[str]:
