@@ -214,10 +214,10 @@ def unit_elements(config: Config) -> list[int]:
 
 
 def batch_of(
-    config: Config, batch: int, sequence: int, device: torch.device
+    config: Config, batch: int, sequence: int, device: torch.device, seed: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Random tokens and labels of shape `(batch, sequence)`."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     data = torch.randint(config.vocabulary, (2, batch, sequence), generator=generator)
     tokens, labels = data.to(device)
     return tokens, labels

@@ -20,18 +20,25 @@ from benchmarks import models
 from benchmarks.variants import UnavailableError, Variant
 
 _LEARNING_RATE = 1e-5
+_EXACT_LEARNING_RATE = 1e-3  # so that a wrong gradient shows in the next losses
 _WARMUP_BEFORE_CAPTURE = 3
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, whatever the implementation."""
+    """What is trained, whatever the implementation.
+
+    Attributes:
+        exact: Compute in fp32, from the same weights in every implementation, with data of its own
+            on every rank, so that losses can be compared.
+    """
 
     config: models.Config
     batch: int
     sequence: int
     world: int
     device: torch.device
+    exact: bool = False
 
 
 class Trainer:
@@ -43,7 +50,10 @@ class Trainer:
 
     def __init__(self, job: Job, variant: Variant) -> None:
         self.job, self.variant = job, variant
-        self.tokens, self.labels = models.batch_of(job.config, job.batch, job.sequence, job.device)
+        seed = 1 + (dist.get_rank() if job.exact else 0)
+        self.tokens, self.labels = models.batch_of(
+            job.config, job.batch, job.sequence, job.device, seed
+        )
         self.mark: Callable[[str], None] = lambda part: None
         self.model: nn.Module
         self.optimizer: torch.optim.Optimizer
@@ -111,9 +121,11 @@ class Trainer:
                 delattr(self, name)
 
 
-def _adamw(parameters: Any, variant: Variant, device: torch.device) -> torch.optim.Optimizer:
-    capturable = device.type == "cuda" and (variant.has("graph") or variant.has("capture"))
-    return torch.optim.AdamW(parameters, lr=_LEARNING_RATE, fused=True, capturable=capturable)
+def _adamw(parameters: Any, variant: Variant, job: Job) -> torch.optim.Optimizer:
+    in_graph = variant.has("graph") or variant.has("capture")
+    capturable = job.device.type == "cuda" and in_graph
+    rate = _EXACT_LEARNING_RATE if job.exact else _LEARNING_RATE
+    return torch.optim.AdamW(parameters, lr=rate, fused=True, capturable=capturable)
 
 
 class Plain(Trainer):
@@ -127,7 +139,7 @@ class Plain(Trainer):
         shard = torch.randn(owned or -(-total // job.world), device=job.device)
         self._shard = nn.Parameter(shard)
         self._gradient = torch.randn_like(shard) * 1e-3
-        self.optimizer = _adamw([self._shard], variant, job.device)
+        self.optimizer = _adamw([self._shard], variant, job)
 
     def _zero_grad(self) -> None:
         self.model.zero_grad(set_to_none=True)
@@ -154,28 +166,30 @@ class Sharded(Trainer):
     def __init__(self, job: Job, variant: Variant) -> None:
         super().__init__(job, variant)
         package = self._package()
-        mesh = _mesh(job)
         reduce = torch.bfloat16 if variant.has("bf16reduce") else torch.float32
+        compute = torch.float32 if job.exact else torch.bfloat16
         options: dict[str, Any] = {
-            "mesh": mesh,
-            "mp_policy": package.MixedPrecisionPolicy(
-                param_dtype=torch.bfloat16, reduce_dtype=reduce
-            ),
+            "mesh": _mesh(job, replicas=2 if variant.has("hsdp") else 1),
+            "mp_policy": package.MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce),
         }
         if variant.has("fused"):
             options["fused_weight_gradients"] = True
         options |= self._placements()
         model = models.on_meta(job.config)
+        if job.exact:
+            models.materialise(model, job.device)
         units = model.units()
         for unit in units:
             # The last group's backward follows its forward at once.
-            reshard = not (variant.has("noreshard") or unit is units[-1])
+            last = variant.has("noreshard") or unit is units[-1]
+            reshard = job.world // 2 if variant.has("hpz") and not last else not last
             package.fully_shard(unit, reshard_after_forward=reshard, **options)
         package.fully_shard(model, **options)
-        models.materialise(model, job.device)
+        if not job.exact:
+            models.materialise(model, job.device)
         self.model = model
         self._configure(package)
-        self.optimizer = _adamw(self._parameters(package), variant, job.device)
+        self.optimizer = _adamw(self._parameters(package), variant, job)
 
     def _package(self) -> Any:
         return importlib.import_module(self.package)
@@ -235,6 +249,13 @@ class Ours(Sharded):
             raise UnavailableError("this ya_fsdp has no fully_shard")
         return package
 
+    def _configure(self, package: Any) -> None:
+        for flag, name in _COLLECTIVES.items():
+            if self.variant.has(flag):
+                collectives = importlib.import_module("ya_fsdp.collectives")
+                self.model.set_collectives(getattr(collectives, name)())
+        super()._configure(package)
+
     def _parameters(self, package: Any) -> Any:
         if not self.variant.has("flat"):
             return self.model.parameters()
@@ -265,7 +286,11 @@ class Ours(Sharded):
         batch = (self.tokens, self.labels)
         clip = 1.0 if self.variant.has("clip") else None
         captured = graph.capture_step(self.model, self.optimizer, loss_fn, batch, clip=clip)
-        self._replay = lambda: captured(batch)
+
+        def replay() -> None:
+            self.loss = captured(batch)
+
+        self._replay = replay
 
 
 class Ddp(Trainer):
@@ -273,13 +298,13 @@ class Ddp(Trainer):
 
     def __init__(self, job: Job, variant: Variant) -> None:
         super().__init__(job, variant)
-        model = models.on_meta(job.config, torch.bfloat16)
+        model = models.on_meta(job.config, torch.float32 if job.exact else torch.bfloat16)
         models.materialise(model, job.device)
         _mesh(job)
         self.model = nn.parallel.DistributedDataParallel(
             model, gradient_as_bucket_view=True, static_graph=True
         )
-        self.optimizer = _adamw(self.model.parameters(), variant, job.device)
+        self.optimizer = _adamw(self.model.parameters(), variant, job)
 
 
 class Megatron(Trainer):
@@ -293,7 +318,7 @@ class Megatron(Trainer):
             raise UnavailableError("megatron-fsdp is not installed") from error
         model = models.on_meta(job.config)
         models.materialise(model, job.device)
-        optimizer = _adamw(model.parameters(), variant, job.device)
+        optimizer = _adamw(model.parameters(), variant, job)
         self.model, self.optimizer = package.fully_shard(
             module=model,
             optimizer=optimizer,
@@ -313,10 +338,19 @@ _CLASSES: dict[str, type[Trainer]] = {
 }
 
 
-def _mesh(job: Job) -> DeviceMesh:
+_COLLECTIVES = {
+    "symmetric": "SymmetricMemoryCollectives",
+    "ncclbuffers": "NcclBufferCollectives",
+}
+
+
+def _mesh(job: Job, replicas: int = 1) -> DeviceMesh:
     if not dist.is_initialized():
         raise RuntimeError("a sharded implementation needs benchmarks.emulation.start() first")
-    return init_device_mesh(job.device.type, (job.world,), mesh_dim_names=("fsdp",))
+    if replicas == 1:
+        return init_device_mesh(job.device.type, (job.world,), mesh_dim_names=("fsdp",))
+    shape = (replicas, job.world // replicas)
+    return init_device_mesh(job.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 @contextlib.contextmanager

@@ -11,6 +11,10 @@ call of a setter. Options that every sharded implementation knows:
     clip           clip the gradient norm at 1 before the optimizer
     graph          the whole step as one CUDA graph, captured by hand
     capture        the whole step through `ya_fsdp.graph.capture_step` (ours only)
+    hsdp           two replicas of half the ranks each
+    hpz            backward gathers from a second shard over half the ranks
+    symmetric      gathers by copy engines over symmetric memory (ours only)
+    ncclbuffers    slots in NCCL's registered memory (ours only)
     carve=N        matrix products leave N multiprocessors free (cuBLASLt)
     NAME=VALUE     a setter: a method of the root module, else a function of `ya_fsdp` that takes
                    the model first; VALUE is JSON, a list is the argument list
@@ -23,8 +27,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 FLAGS = frozenset(
-    {"noreshard", "noprefetch", "bf16reduce", "fused", "flat", "clip", "graph", "capture"}
-)
+    {
+        "noreshard", "noprefetch", "bf16reduce", "fused", "flat", "clip", "graph", "capture",
+        "hsdp", "hpz", "symmetric", "ncclbuffers",
+    }
+)  # fmt: skip
 IMPLEMENTATIONS = ("plain", "fsdp2", "ours", "ddp", "megatron")
 
 
