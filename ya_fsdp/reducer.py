@@ -107,17 +107,30 @@ class Reducer:
             collectives = unit.collectives or self.collectives
             self.trail.announce(unit, Kind.REDUCE, collectives, self.streams)
         slot = self._open.pop(unit, None) or self._take_slot(groups[0], unit)
-        inputs: list[Tensor] = []
-        fresh: list[bool] = []
+        sent: list[tuple[ParamGroup, Tensor, bool]] = []
         in_slot = 0
         for group, offset in zip(unit.groups, offsets(unit), strict=True):
             if group in groups:
                 in_slot += group.grads.accumulator is None
-                fresh.append(group.grads.prepare(group.device))
-                inputs.append(self._fill(group, slot, offset, slot.content != unit.kind))
+                fresh = group.grads.prepare(group.device)
+                filled = self._fill(group, slot, offset, slot.content != unit.kind)
+                sent.append((group, filled, fresh))
         # Padding stays zero while units of one kind follow each other in a slot.
         if in_slot:
             slot.content = unit.kind if in_slot == len(unit.groups) else None
+        self._send(unit, slot, sent)
+        for group in groups:
+            group.grads.hand_out()
+        if any(group.grads.partial is not None for group in groups):
+            self.accumulating.add(unit)
+        else:
+            self.accumulating.discard(unit)
+        self._touched.append(unit)
+
+    def _send(
+        self, unit: Unit, slot: Slot, sent: Sequence[tuple[ParamGroup, Tensor, bool]]
+    ) -> None:
+        """Reduces what was filled in, after all of it is there."""
         self._ready_event = self.streams.record_compute(
             self._ready_event or self.streams.new_event()
         )
@@ -127,27 +140,20 @@ class Reducer:
         self.trail.current = unit
         try:
             with self.streams.on_comm(), torch.no_grad():
-                for group, reduce_input, is_fresh in zip(groups, inputs, fresh, strict=True):
-                    sums = group.grads.reduce(reduce_input, is_fresh, collectives)
+                for group, reduce_input, fresh in sent:
+                    sums = group.grads.reduce(reduce_input, fresh, collectives)
                     if sums is not None:
-                        waiting.append((group, sums, is_fresh))
+                        waiting.append((group, sums, fresh))
             if waiting:
                 self._reduce_across(waiting, slot, collectives)
         except RuntimeError as error:
             self.trail.fail(error, unit, "reducing the gradients of")
-        self.trail.note(unit, Kind.REDUCE, len(groups))
+        self.trail.note(unit, Kind.REDUCE, len(sent))
         sums_stay = any(slot.holds(sums) for _, sums, _ in waiting)
         record = self.streams.record_across if sums_stay else self.streams.record_comm
         slot.free_event = record(slot.free_event or self.streams.new_event())
         self.trail.completes_with(slot.free_event)
         slot.holder = None
-        for group in groups:
-            group.grads.hand_out()
-        if any(group.grads.partial is not None for group in groups):
-            self.accumulating.add(unit)
-        else:
-            self.accumulating.discard(unit)
-        self._touched.append(unit)
 
     def _reduce_across(
         self,

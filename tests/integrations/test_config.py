@@ -57,6 +57,9 @@ def test_numbers_and_dtypes_in_the_environment_are_read() -> None:
     assert config.granularity == 32
     assert config.num_gather_buffers == 3
     assert config.master_dtype is None
+    for text, value in (("8", 8), ("1", True), ("false", False), ("none", None)):
+        found = YaFSDPConfig.from_env({"YA_FSDP_RESHARD_AFTER_FORWARD": text})
+        assert found.reshard_after_forward is value
 
 
 def test_python_wins_over_the_environment_and_that_over_yaml(

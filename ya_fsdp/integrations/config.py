@@ -78,7 +78,7 @@ class YaFSDPConfig:
 
     enabled: bool = True
     wrap: Sequence[str] | WrapPolicy | None = None
-    reshard_after_forward: bool | None = None
+    reshard_after_forward: bool | int | None = None
     param_dtype: torch.dtype | str | None = None
     reduce_dtype: torch.dtype | str | None = None
     output_dtype: torch.dtype | str | None = None
@@ -255,6 +255,8 @@ def _parse_one(name: str, kind: str, value: Any) -> Any:
     text = value.strip().lower()
     if text in ("none", "null", ""):
         return () if name == "ignored" else None
+    if kind.startswith("bool | int") and text.isdigit() and int(text) > 1:
+        return int(text)
     if kind.startswith("bool"):
         if text not in ("1", "true", "yes", "on", "0", "false", "no", "off"):
             raise ValueError(f"{name} must be true or false, got {value!r}")
