@@ -73,8 +73,8 @@ def joined(rank: int, world: int) -> None:
             assert [kept[slot] for slot in slots] == list(buffers.values())
 
 
-def test_units_take_turns_in_the_buffers_a_user_names(world2: WorkerPool) -> None:
-    world2.run(joined)
+def test_units_take_turns_in_the_buffers_a_user_names(world4: WorkerPool) -> None:
+    world4.run(joined)
 
 
 def across(rank: int, world: int) -> None:
@@ -109,8 +109,8 @@ def gathers(rank: int, world: int) -> int:
     return recorder.take()["gather"]
 
 
-def test_a_buffer_for_every_unit_gathers_once_per_step(world2: WorkerPool) -> None:
-    assert world2.run(gathers) == [5, 5]
+def test_a_buffer_for_every_unit_gathers_once_per_step(world4: WorkerPool) -> None:
+    assert world4.run(gathers) == [5] * 4
 
 
 def refuse(rank: int, world: int) -> None:
@@ -132,5 +132,5 @@ def refuse(rank: int, world: int) -> None:
     assert torch.isfinite(value)
 
 
-def test_mappings_that_can_not_be_are_refused(world2: WorkerPool) -> None:
-    world2.run(refuse)
+def test_mappings_that_can_not_be_are_refused(world4: WorkerPool) -> None:
+    world4.run(refuse)

@@ -83,6 +83,44 @@ def test_the_first_two_of_four_layers_are_gathered_for_backward_within_the_node(
     assert set(world4.run(bytes_across, 2)) == {(LAYERS * layer, 0)}
 
 
+def accumulate(rank: int, world: int) -> list[int]:
+    """Bytes from the other node in each forward and backward of three microbatches."""
+    model, reference = network(LAYERS), network(LAYERS)
+    node = node_group(rank, world)
+    wrapped = wrap(
+        model,
+        steps=3,
+        intra_node_data_parallel_process_group=node,
+        hpz_first_layers_num=LAYERS,
+        **layers_only(model),
+    )
+    wires = Wires()
+    wrapped.module.set_collectives(wires)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (wrapped, reference)]
+    found: list[int] = []
+    for step in range(3):
+        found.clear()
+        batches = [[tokens(3 * step + m, r) for r in range(world)] for m in range(3)]
+        for micro in batches:
+            value = loss_of(wrapped, micro[rank])
+            found.append(wires.take()[1])
+            value.backward()
+            found.append(wires.take()[1])
+        plain_step(reference, batches)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in wrapped.state_dict().items():
+        torch.testing.assert_close(value, reference.state_dict()[name].cpu(), atol=2e-5, rtol=1e-4)
+    return found
+
+
+def test_later_microbatches_gather_within_the_node_too(world4: WorkerPool) -> None:
+    for first, *others in world4.run(accumulate):
+        assert first > 0
+        assert others == [0] * 5
+
+
 def refuse(rank: int, world: int) -> None:
     node = node_group(rank, world)
     uneven = [dist.new_group(ranks) for ranks in ([0], [1, 2, 3])][rank > 0]
