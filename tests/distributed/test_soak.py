@@ -1,7 +1,13 @@
-"""Hundreds of steps with everything that happens in a run: right to the end, and nothing grows."""
+"""Hundreds of steps with everything that happens in a run: right to the end, and nothing grows.
+
+The long one, 2,000 steps on four processes, takes minutes and runs when asked for:
+
+    YA_FSDP_SOAK_STEPS=2000 python -m pytest tests/distributed/test_soak.py -k four
+"""
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import random
@@ -26,6 +32,7 @@ from tests.distributed.models import (
     reference_backward,
 )
 from tests.harness import WorkerPool
+from ya_fsdp import checkpoint
 from ya_fsdp.checkpoint import get_full_state_dict, load_full_state_dict
 
 
@@ -53,7 +60,7 @@ def resources() -> dict[str, int]:
 
 
 class Soak:
-    def __init__(self, rank: int, world_size: int, shard: Any) -> None:
+    def __init__(self, rank: int, world_size: int, shard: Any, folder: str) -> None:
         self.rank = rank
         self.world_size = world_size
         self.model, self.reference = pair(MLP, shard)
@@ -61,6 +68,8 @@ class Soak:
             torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (self.model, self.reference)
         ]
         self.saved: Any = None
+        self.folder = folder
+        self.in_folder: Any = None
 
     def backward(self, seed: int) -> None:
         xs = inputs(self.world_size, seed=seed)
@@ -97,6 +106,16 @@ class Soak:
         elif action == "accumulate":
             with self.model.no_sync():
                 self.backward(seed + 1000)
+        elif action == "checkpoint":
+            checkpoint.save(self.folder, self.model, self.optimizers[0], step=seed, keep_last=2)
+            self.in_folder = copy.deepcopy(
+                (self.reference.state_dict(), self.optimizers[1].state_dict())
+            )
+        elif action == "restore" and self.in_folder is not None:
+            newest = checkpoint.latest(self.folder)
+            checkpoint.load(newest, self.model, self.optimizers[0])
+            self.reference.load_state_dict(self.in_folder[0])
+            self.optimizers[1].load_state_dict(copy.deepcopy(self.in_folder[1]))
         self.backward(seed)
         for optimizer in self.optimizers:
             optimizer.step()
@@ -112,11 +131,15 @@ ACTIONS = (
     "save",
     "load",
     "accumulate",
+    "checkpoint",
+    "restore",
 )
 
 
-def soak(rank: int, world_size: int, shard: Any, steps: int) -> tuple[dict[str, int], ...]:
-    run = Soak(rank, world_size, shard)
+def soak(
+    rank: int, world_size: int, shard: Any, steps: int, folder: str
+) -> tuple[dict[str, int], ...]:
+    run = Soak(rank, world_size, shard, folder)
     choose = random.Random(5)
     before = resources()  # the first call makes objects of its own
     for step in range(steps):
@@ -132,13 +155,32 @@ def soak(rank: int, world_size: int, shard: Any, steps: int) -> tuple[dict[str, 
     return before, after
 
 
+def assert_nothing_grew(before: dict[str, int], after: dict[str, int]) -> None:
+    assert after["file descriptors"] <= before["file descriptors"]
+    assert after["threads"] <= before["threads"]
+    assert after["os threads"] <= before["os threads"]
+    assert after["objects"] <= before["objects"] + 60
+    assert after["megabytes"] <= before["megabytes"] + 8
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("shard", [leaf, nested], ids=["leaf", "nested"])
-def test_a_long_eventful_run_stays_right_and_grows_nothing(world2: WorkerPool, shard: Any) -> None:
-    for before, after in world2.run(soak, shard, 200, timeout=180):
-        assert after["file descriptors"] <= before["file descriptors"]
-        assert after["threads"] <= before["threads"]
-        assert after["os threads"] <= before["os threads"]
-        assert after["objects"] <= before["objects"] + 60
-        assert after["megabytes"] <= before["megabytes"] + 8
+def test_a_long_eventful_run_stays_right_and_grows_nothing(
+    world2: WorkerPool, shard: Any, tmp_path: Path
+) -> None:
+    for before, after in world2.run(soak, shard, 150, str(tmp_path), timeout=180):
+        assert_nothing_grew(before, after)
+
+
+LONG = int(os.environ.get("YA_FSDP_SOAK_STEPS", "0"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.skipif(not LONG, reason="takes minutes; set YA_FSDP_SOAK_STEPS=2000")
+def test_a_very_long_run_of_four_processes_stays_right_and_grows_nothing(
+    world4: WorkerPool, tmp_path: Path
+) -> None:
+    for before, after in world4.run(soak, nested, LONG, str(tmp_path), timeout=7000):
+        assert_nothing_grew(before, after)

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.optim import Optimizer
@@ -17,6 +16,7 @@ from .entries import ModelState, compare, model_state, set_extra_state
 from .manifest import Manifest, verify_files
 from .optimizer_state import by_name, compare_groups, set_named, template
 from .peers import CheckpointError, Peers
+from .trusted import TrustedPlanner, TrustedReader
 
 
 class Loaded(NamedTuple):
@@ -45,7 +45,7 @@ def load_step(
         verify_files(path, manifest, names, read=verify)
     with peers.together(what):
         side = torch.load(path / EXTRA_FILE, weights_only=True, map_location="cpu")
-        reader = FileSystemReader(path)
+        reader = TrustedReader(path)
         metadata = reader.read_metadata()
         own = model_state(model)
         targets: dict[str, Any] = {"model": _model_targets(model, own, metadata, strict)}
@@ -60,6 +60,7 @@ def load_step(
         dcp_load(
             targets,
             storage_reader=reader,
+            planner=TrustedPlanner(),
             process_group=peers.group,
             no_dist=peers.size == 1,
         )

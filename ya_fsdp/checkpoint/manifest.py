@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .peers import CheckpointError
+from .trusted import check_inside
 
 MANIFEST = "manifest.json"
 POINTER = "latest"
@@ -93,7 +94,7 @@ def verify_files(folder: Path, manifest: Manifest, names: Iterable[str], *, read
     """
     for name in names:
         size, checksum = manifest.files[name]
-        path = folder / name
+        path = check_inside(folder, name)
         if not path.exists():
             raise CheckpointError(f"{path} is missing")
         actual = path.stat().st_size
@@ -126,7 +127,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     """
     root = Path(folder)
     try:
-        target = root / (root / POINTER).read_text().strip()
+        target = check_inside(root, (root / POINTER).read_text().strip())
         for path in (target, target.with_name(target.name + _OLD)):
             if (path / MANIFEST).exists():
                 return path

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .peers import CheckpointError
+from .trusted import check_inside
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -43,7 +44,7 @@ def find_files(place: Path) -> list[Path]:
         names = json.loads(place.read_text())["weight_map"].values()
     except (ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{place} is not an index of safetensors files: {error}") from error
-    files = [place.parent / name for name in sorted(set(names))]
+    files = [check_inside(place.parent, str(name)) for name in sorted(set(names))]
     absent = [file.name for file in files if not file.exists()]
     if absent:
         raise CheckpointError(f"{place} names files that are not there: {', '.join(absent)}")
