@@ -61,15 +61,17 @@ def activations(job: Job) -> tuple[int, int]:
         before = torch.cuda.memory_allocated()
         ends: list[int] = []
         for unit in trainer.model.units():
-            unit.register_forward_pre_hook(functools.partial(_watch, ends))
+            modules = unit if isinstance(unit, list) else [unit]
+            modules[0].register_forward_pre_hook(functools.partial(_watch, ends, modules))
         peak, _ = _peak(trainer, 2)
         return peak - before, max(ends) - before
 
 
-def _watch(ends: list[int], unit: nn.Module, args: tuple[Any, ...]) -> None:
+def _watch(ends: list[int], unit: list[nn.Module], first: nn.Module, args: tuple[Any, ...]) -> None:
     def backward_ended(_: torch.Tensor) -> None:
         ends.append(torch.cuda.memory_allocated())
-        unit.zero_grad()
+        for module in unit:
+            module.zero_grad()
 
     if args[0].requires_grad:
         args[0].register_hook(backward_ended)

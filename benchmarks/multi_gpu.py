@@ -69,6 +69,7 @@ def join(device: str, one_gpu: bool) -> torch.device:
     if one_gpu:
         # NCCL refuses two ranks on one GPU of one host, so each claims a host of its own.
         os.environ |= {"NCCL_HOSTID": f"rank-{os.environ['RANK']}", "NCCL_SOCKET_IFNAME": "lo"}
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         local = 0
     elif torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
         raise typer.BadParameter(

@@ -63,14 +63,17 @@ class NcclBufferCollectives(C10dCollectives):
             if default is not None and device.type == "cuda":
                 backend = _torch_memory.nccl_backend(default, device)
             if backend is None:
-                self._said = True
-                logger.warning(
-                    "NcclBufferCollectives: no NCCL on %s, so buffers come from torch's allocator",
-                    device.type,
-                )
-            else:
+                self._do_without(f"no NCCL on {device.type}")
+                return None
+            try:
                 self._pool = torch.cuda.MemPool(backend.mem_allocator)
+            except RuntimeError as error:  # the NCCL or the driver that is installed has none
+                self._do_without(str(error).splitlines()[0])
         return self._pool
+
+    def _do_without(self, reason: str) -> None:
+        self._said = True
+        logger.warning("NcclBufferCollectives: %s, so buffers come from torch's allocator", reason)
 
     def _register(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """Registers what the pool holds now and later; local to this rank."""
