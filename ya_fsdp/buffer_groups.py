@@ -6,7 +6,8 @@ from collections.abc import Hashable, Mapping
 
 from torch import nn
 
-from .build import schedule_of, state_of, units_of
+from .build import require_sharded, schedule_of, state_of, units_of
+from .checks import check_type
 from .unit import Unit, ring_of
 
 
@@ -33,8 +34,8 @@ def set_buffer_groups(model: nn.Module, buffers: Mapping[nn.Module, Hashable] | 
             or a name joins modules one of which contains the other.
         RuntimeError: If a unit is in use or owes a backward. Nothing is changed then.
     """
-    if state_of(model) is None:
-        raise ValueError(f"{type(model).__name__} is not sharded; call fully_shard first")
+    require_sharded(model)
+    check_type("buffers", buffers or {}, Mapping)
     schedule = schedule_of(model)
     modules = {module: name for name, module in model.named_modules()}
     found: dict[Hashable, dict[Unit, nn.Module]] = {}

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
+from .checks import check_type
 from .collectives import default_collectives
 from .group import ParamGroup
 from .kernels import BLOCK
@@ -52,6 +53,18 @@ _STATE = "_ya_fsdp_state"
 def state_of(module: nn.Module) -> ModuleState | None:
     """The state of a managed module, ``None`` of any other."""
     return module.__dict__.get(_STATE)
+
+
+def require_sharded(model: nn.Module) -> None:
+    """Refuses what ``fully_shard`` has not been called on.
+
+    Raises:
+        TypeError: If it is no module.
+        ValueError: If it is not sharded.
+    """
+    check_type("model", model, nn.Module)
+    if state_of(model) is None:
+        raise ValueError(f"{type(model).__name__} is not sharded; call fully_shard first")
 
 
 def units_of(modules: Iterable[nn.Module]) -> Iterator[Unit]:

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import _torch
-from .build import groups_of, schedule_of, state_of, units_of
+from .build import groups_of, require_sharded, schedule_of, units_of
 from .carveout import CarveOut, carveout_available
+from .checks import check_flag
 from .group import ParamGroup
 from .mesh import MeshInfo
 
@@ -39,14 +40,13 @@ def set_communication_sms(model: nn.Module, num_sms: int | Literal["auto"] | Non
     Raises:
         ValueError: If ``num_sms`` is not positive, or the model is not sharded.
     """
+    require_sharded(model)
     if num_sms is None:
         schedule_of(model).set_carveout(None)
         return "products use every multiprocessor again"
     count = DEFAULT_SMS if num_sms == "auto" else num_sms
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"num_sms must be a positive int, 'auto' or None, got {num_sms!r}")
-    if state_of(model) is None:
-        raise ValueError(f"{type(model).__name__} is not sharded; call fully_shard first")
     groups = list(groups_of(model))
     done = []
     capped = _cap_communicators(groups, count)
@@ -78,6 +78,7 @@ def _cap_communicators(groups: list[ParamGroup], count: int) -> int:
 
 def persistent_buffers(model: nn.Module) -> list[Tensor]:
     """Every buffer of a sharded model whose address stays the same from step to step."""
+    require_sharded(model)
     schedule = schedule_of(model)
     shards = [group.master_shard for group in groups_of(model)]
     for unit in units_of(model.modules()):
@@ -105,8 +106,8 @@ def set_reduce_unused(model: nn.Module, enable: bool = True) -> None:
     Raises:
         ValueError: If the model is not sharded, or not a root with units below it.
     """
-    if state_of(model) is None:
-        raise ValueError(f"{type(model).__name__} is not sharded; call fully_shard first")
+    require_sharded(model)
+    check_flag("enable", enable)
     schedule = schedule_of(model)
     if schedule.is_orphanage:
         raise ValueError(

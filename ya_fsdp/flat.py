@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from . import _torch
 from .build import groups_of
+from .checks import check_callable, check_not_negative, check_type
 from .grad_shard import FlatPiece
 from .group import ParamGroup
 from .ragged import RaggedShardDTensor
@@ -46,10 +47,15 @@ def flat_parameters(
         Parameters, or with ``groups`` a list of optimizer parameter groups.
 
     Raises:
+        TypeError: If an argument has the wrong type.
         ValueError: If only one of ``groups`` and ``key`` is given, or a key is not in ``groups``.
     """
+    check_type("model", model, nn.Module)
     if (groups is None) != (key is None):
         raise ValueError("groups and key go together: the options, and which parameter gets which")
+    if groups is not None:
+        check_type("groups", groups, Mapping)
+        check_callable("key", key)
     names = _names(model)
     found: dict[Hashable, list[nn.Parameter]] = {n: [] for n in (groups or (None,))}
     managed: set[int] = set()
@@ -144,7 +150,16 @@ def clip_grad_norm_(
 
     Returns:
         The norm before clipping, 0-dim, fp32, the same on every rank.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If ``max_norm`` is negative or NaN, or ``norm_type`` not positive.
     """
+    check_type("model", model, nn.Module, "; pass the model, not its parameters")
+    if not isinstance(max_norm, Tensor):
+        check_not_negative("max_norm", max_norm)
+    check_not_negative("norm_type", norm_type)
+    check_type("norm_groups", norm_groups or {}, Mapping)
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, got {norm_type}")
     beyond = {id(p): pg for m, pg in (norm_groups or {}).items() for p in m.parameters()}
@@ -257,6 +272,8 @@ def flat_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
     ``{"state": {fqn: {name: value}}, "param_groups": [{"params": [fqn], ...}]}`` with sharded
     tensors, so a checkpoint does not tell whether flat parameters were used.
     """
+    check_type("model", model, nn.Module)
+    check_type("optimizer", optimizer, torch.optim.Optimizer)
     pieces = _pieces(model)
     names = _names(model)
     state: dict[str, Any] = {}
@@ -288,8 +305,15 @@ def load_flat_optimizer_state_dict(
     """Loads what :func:`flat_optimizer_state_dict` (or the per-parameter form) gave.
 
     Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If it is not the state of an optimizer.
         KeyError: If the state lacks a parameter that this rank holds.
     """
+    check_type("model", model, nn.Module)
+    check_type("optimizer", optimizer, torch.optim.Optimizer)
+    check_type("state_dict", state_dict, Mapping)
+    if absent := [key for key in ("state", "param_groups") if key not in state_dict]:
+        raise ValueError(f"this is no optimizer state: it lacks {absent}, has {list(state_dict)}")
     pieces = _pieces(model)
     names = _names(model)
     saved = state_dict["state"]

@@ -23,6 +23,7 @@ from .build import (
     move_buffers,
     state_of,
 )
+from .checks import check_flag
 from .collectives import Collectives, check_collectives
 from .fused_linear import fuse_linears
 from .mesh import MeshInfo
@@ -140,8 +141,8 @@ def fully_shard(
     policy = _check_policy(mp_policy)
     _check_alignment(shard_alignment)
     check_collectives(collectives)
-    _check_flag("sync_replicas", sync_replicas)
-    _check_flag("shard_optimizer_over_replicas", shard_optimizer_over_replicas)
+    check_flag("sync_replicas", sync_replicas)
+    check_flag("shard_optimizer_over_replicas", shard_optimizer_over_replicas)
     mesh = _check_mesh(mesh)
     ignored = _check_ignored(ignored_params)
     device = _device_of(mesh)
@@ -320,11 +321,6 @@ def _check_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
             "mesh, or pass one that holds this rank"
         )
     return mesh
-
-
-def _check_flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be a bool, got {value!r}")
 
 
 def _mesh_info(

@@ -174,8 +174,15 @@ def capture_step(
         max_captures: How many shapes get a graph; further ones run eagerly.
 
     Raises:
+        TypeError: If model, optimizer or loss function is something else.
         ValueError: If ``accumulation`` or ``max_captures`` is less than 1.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a Module, got {model!r}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must be an Optimizer, got {optimizer!r}")
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn must be a function, got {loss_fn!r}")
     if accumulation < 1 or max_captures < 1:
         raise ValueError(
             f"accumulation and max_captures must be at least 1, got {accumulation}, {max_captures}"

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from . import _torch, hooks
 from .build import ModuleState, schedule_of, state_of, units_of
+from .checks import check_flag, check_type
 from .collectives import Collectives, check_collectives
 from .gathering import UnshardHandle
 from .schedule import Schedule
@@ -52,6 +53,7 @@ class YaFSDPModule(FSDPModule):
         Args:
             async_op: Return at once with a handle whose ``wait()`` makes the parameters usable.
         """
+        check_flag("async_op", async_op)
         unit, schedule = _parts(self)
         schedule.unshard(unit)
         handle = UnshardHandle(schedule, unit)
@@ -80,7 +82,7 @@ class YaFSDPModule(FSDPModule):
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the last of the forwards run so far (pipelines)."""
-        _check_flag("is_last_backward", is_last_backward)
+        check_flag("is_last_backward", is_last_backward)
         for schedule in {id(s): s for _, s in self._ya_units()}.values():
             schedule.is_last_backward = is_last_backward
 
@@ -88,7 +90,7 @@ class YaFSDPModule(FSDPModule):
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
         """Whether backward communicates gradients, or adds them up in whole-size buffers."""
-        _check_flag("requires_gradient_sync", requires_gradient_sync)
+        check_flag("requires_gradient_sync", requires_gradient_sync)
         for unit in self._ya_managed(recurse):
             unit.sync_gradients = requires_gradient_sync
 
@@ -115,7 +117,7 @@ class YaFSDPModule(FSDPModule):
         While it does not, every unit keeps its sums over the shard axis, one shard in the reduce
         dtype, and ``.grad`` stays as it was.
         """
-        _check_flag("requires_all_reduce", requires_all_reduce)
+        check_flag("requires_all_reduce", requires_all_reduce)
         for unit in self._ya_managed(recurse):
             for group in unit.groups:
                 group.grads.options.all_reduce = requires_all_reduce
@@ -135,7 +137,7 @@ class YaFSDPModule(FSDPModule):
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Sends plain sums even where the back end averages."""
-        _check_flag("enable", enable)
+        check_flag("enable", enable)
         for group in _state(self).unit.groups:
             group.grads.options.force_sum = enable
 
@@ -159,7 +161,7 @@ class YaFSDPModule(FSDPModule):
         If not, the next forward gathers them again only if an optimizer or an in-place operation
         changed weights (on all ranks alike; writes through ``.data`` go unnoticed).
         """
-        _check_flag("reshard_after_backward", reshard_after_backward)
+        check_flag("reshard_after_backward", reshard_after_backward)
         if not reshard_after_backward:
             watch_optimizers()
         for unit in self._ya_managed(recurse):
@@ -167,7 +169,7 @@ class YaFSDPModule(FSDPModule):
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward gathers this module's parameters; off where it does not need them."""
-        _check_flag("unshard_in_backward", unshard_in_backward)
+        check_flag("unshard_in_backward", unshard_in_backward)
         _state(self).unit.unshard_in_backward = unshard_in_backward
 
     # ---- prefetch and buffers ---------------------------------------------------------------
@@ -347,6 +349,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     Raises:
         ValueError: If the module has no such method.
     """
+    check_type("module", module, nn.Module)
+    check_type("method_name", method_name, str)
     if not isinstance(module, YaFSDPModule):
         return
     if not callable(getattr(module, method_name, None)):
@@ -379,11 +383,6 @@ def _units_of(modules: Any) -> list[Unit]:
             raise ValueError(f"{type(module).__name__} is not managed by fully_shard")
         units.append(state.unit)
     return units
-
-
-def _check_flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be a bool, got {value!r}")
 
 
 def _check_count(count: Any) -> None:

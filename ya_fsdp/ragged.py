@@ -11,6 +11,7 @@ from torch.distributed.tensor import Replicate
 
 # Importing the files of operators fills the table that RaggedShardDTensor looks them up in.
 from ya_fsdp import ragged_ops, ragged_random, ragged_reduce  # noqa: F401
+from ya_fsdp.checks import check_type
 from ya_fsdp.ragged_boxes import Box, flat_range_to_boxes
 from ya_fsdp.ragged_checkpoint import piece_boxes
 from ya_fsdp.ragged_placement import (
@@ -61,8 +62,11 @@ def distribute_ragged(
         A tensor whose piece shares no memory with ``full``.
 
     Raises:
+        TypeError: If ``full`` is no tensor or ``mesh`` no mesh.
         ValueError: If the granularity is none of these.
     """
+    check_type("full", full, Tensor)
+    check_type("mesh", mesh, DeviceMesh)
     world_size, numel = mesh.size(mesh.ndim - 1), full.numel()
     row_size = max(prod(full.shape[1:]), 1)
     if granularity == "auto":

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from . import _torch
-from .build import schedule_of, state_of
+from .build import require_sharded, schedule_of
 from .schedule import Schedule
 from .unit import Unit
 
@@ -57,8 +57,7 @@ def set_resident_budget(model: nn.Module, num_bytes: int | Literal["auto"] | Non
         ValueError: If it is negative, the model is not sharded, or ``"auto"`` is asked for on a
             device whose free memory can not be asked.
     """
-    if state_of(model) is None:
-        raise ValueError(f"{type(model).__name__} is not sharded; call fully_shard first")
+    require_sharded(model)
     _check(num_bytes)
     schedule = schedule_of(model)
     device = schedule.streams.device

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import ast
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 
 import ya_fsdp
-from tests.distributed.models import MLP, inputs, loss, pair
-from tests.harness import WorkerPool
+from tests.distributed.models import MLP, inputs, loss, pair, sgd_pair, train_step
+from tests.harness import WorkerPool, test_device
 from ya_fsdp import debug
 from ya_fsdp.unit import STALE_VERSION
 
@@ -75,3 +76,31 @@ def test_autograd_names_the_unit_by_the_version_of_its_parameter(world2: WorkerP
     for text, versions in world2.run(second_order):
         # The root is unit 0, layers.0 unit 1, layers.1 unit 2.
         assert versions and versions[0] - STALE_VERSION in (1, 2), text
+
+
+RECIPE = textwrap.dedent(re.findall(r"(?ms)^  ```python\n(.*?)^  ```", PAGE)[0])
+
+
+def uneven(rank: int, world_size: int) -> int:
+    """Rank 0 has three batches, rank 1 five."""
+    model, reference = pair(MLP)
+    optimizers = sgd_pair(model, reference)
+    lengths = (3, 5)
+    batches = iter([inputs(world_size, seed=step) for step in range(lengths[rank])])
+    done = 0
+
+    def step() -> None:
+        nonlocal done
+        train_step(model, reference, rank, inputs(world_size, seed=done), optimizers=optimizers)
+        done += 1
+
+    loop = "while True:\n    batch = next(batches, None)\n" + textwrap.indent(RECIPE, "    ")
+    names = {"torch": torch, "device": test_device(), "batches": batches, "step": step}
+    exec(compile(loop + "    step()\n", "recipe", "exec"), names)
+    return done
+
+
+def test_the_recipe_for_loaders_of_different_lengths_trains_the_common_steps(
+    world2: WorkerPool,
+) -> None:
+    assert world2.run(uneven) == [3, 3]

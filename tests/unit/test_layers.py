@@ -63,6 +63,7 @@ FLOORS = {
     "layout": 0,
     "packing": 0,
     "precision": 0,
+    "checks": 0,
     "kernels": 0,
     "scratch": 0,
     "triton_kernels": 0,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from ..checks import check_type
 from ..ragged import RaggedShardDTensor
 from .peers import CheckpointError
 
@@ -72,6 +73,7 @@ class ModelState(NamedTuple):
 
 def model_state(model: nn.Module) -> ModelState:
     """Reads ``model.state_dict()``; no communication."""
+    check_type("model", model, nn.Module)
     found: dict[Any, tuple[list[str], Tensor]] = {}
     others: dict[str, Any] = {}
     order: list[str] = []

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..build import state_of
+from ..checks import check_callable
 from ..fully_shard import fully_shard
 from ..tree import map_tensors, tensors_in
 from .units import units_of
@@ -70,6 +71,13 @@ def check_against_plain(
         RuntimeError: On every rank; names step, parameter, and gradient or weight.
         ValueError: If ``steps`` is not positive.
     """
+    if isinstance(model_fn, nn.Module):
+        raise TypeError(
+            f"model_fn must be a function that makes the plain model, got a {type(model_fn)}"
+        )
+    for name, value in (("model_fn", model_fn), ("loss_fn", loss_fn), ("shard", shard)):
+        if value is not None or name == "model_fn":
+            check_callable(name, value)
     if steps < 1:
         raise ValueError(f"steps must be positive, got {steps}")
     loss_fn = loss_fn or _default_loss

@@ -8,6 +8,7 @@ from torch import nn
 
 from .. import build
 from ..build import schedule_of, state_of
+from ..checks import check_type
 from ..group import ParamGroup
 from ..mesh import MeshInfo
 from ..unit import Unit
@@ -19,6 +20,7 @@ def units_of(model: nn.Module) -> list[Unit]:
     Raises:
         ValueError: If the model is not sharded.
     """
+    check_type("model", model, nn.Module)
     units = list(build.units_of(model.modules()))
     if not units:
         raise ValueError(f"{type(model).__name__} is not sharded; call fully_shard first")

@@ -1,0 +1,51 @@
+"""Arguments of public functions: what each must be, said with the value that was given."""
+
+from __future__ import annotations
+
+from math import isnan
+from typing import Any
+
+
+def check_type(name: str, value: Any, kind: type[Any], hint: str = "") -> None:
+    """Refuses a value of another type.
+
+    Raises:
+        TypeError: Names the argument, the type and the value.
+    """
+    if not isinstance(value, kind):
+        shown = repr(value)
+        shown = shown if len(shown) <= 80 else f"{shown[:80]}..."
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        raise TypeError(f"{name} must be {article} {kind.__name__}, got {shown}{hint}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Refuses what is no bool.
+
+    Raises:
+        TypeError: Names the argument and the value.
+    """
+    check_type(name, value, bool)
+
+
+def check_callable(name: str, value: Any) -> None:
+    """Refuses what can not be called.
+
+    Raises:
+        TypeError: Names the argument and the value.
+    """
+    if not callable(value):
+        raise TypeError(f"{name} must be a function, got {value!r}")
+
+
+def check_not_negative(name: str, value: Any) -> None:
+    """Refuses what is no number of at least 0.
+
+    Raises:
+        TypeError: If it is no number.
+        ValueError: If it is negative or not a number.
+    """
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if isnan(value) or value < 0:
+        raise ValueError(f"{name} must be at least 0, got {value}")
