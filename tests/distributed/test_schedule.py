@@ -419,7 +419,8 @@ def delete(rank: int, world_size: int, name: str) -> None:
     del model, reference, optimizers, first, units, xs
     gc.collect()
     assert [w() for w in watched] == [None] * len(watched)
-    assert tensors() == before
+    after = tensors()
+    assert after == before, (after, before)
 
 
 @pytest.mark.parametrize("name", SHARDINGS)
