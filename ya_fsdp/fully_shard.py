@@ -32,7 +32,7 @@ from .pipeline import offer_to_pipelines
 from .precision import MixedPrecisionPolicy
 from .secondary import check_reshard, resolve_reshard
 from .strays import note_known
-from .unit import Unit, use_collectives
+from .unit import Unit, use_collectives, watch_loaded_state
 
 M = TypeVar("M", bound=nn.Module)
 DEFAULT_POLICY = MixedPrecisionPolicy()
@@ -154,6 +154,7 @@ def fully_shard(
     reshard = resolve_reshard(reshard_after_forward, mesh_info, type(modules[0]).__name__)
     groups = make_groups(params, policy, mesh_info, device, shard_alignment, granularity)
     move_buffers(managed, device)
+    watch_loaded_state()
     unit = Unit("", groups, policy)
     unit.fqn = type(modules[0]).__name__
     use_collectives([unit], collectives)

@@ -105,6 +105,19 @@ class RaggedShard:
     def __eq__(self, other: object) -> bool:
         return self is other or (type(other) is type(self) and self.bounds == other.bounds)
 
+    def __ne__(self, other: object) -> bool:
+        # DTensorSpec refuses a shard placement for which `placement != Shard(dim)`. Only that
+        # check is satisfied here: `==`, which decides about redistribution, still tells them apart.
+        if type(other) is Shard:
+            return bool(other.dim != 0)
+        return not self == other
+
+    def _reduce_shard_tensor(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        raise NotImplementedError(f"reducing a partial tensor into {self}: reduce it to Replicate")
+
+    def _to_new_shard_dim(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        raise NotImplementedError(f"resharding from {self} to another dim: go through Replicate")
+
 
 class RowRaggedShard(RaggedShard, Shard):
     """A ragged cut between dim-0 rows; the local tensor is ``(rows, *shape[1:])``.
@@ -132,18 +145,12 @@ class RowRaggedShard(RaggedShard, Shard):
         self._hash = hash((self._hash, row_size))
 
     __hash__ = RaggedShard.__hash__
+    __ne__ = RaggedShard.__ne__
 
     def __eq__(self, other: object) -> bool:
         return (
             RaggedShard.__eq__(self, other) and self.row_size == other.row_size  # type: ignore[attr-defined]
         )
-
-    def __ne__(self, other: object) -> bool:
-        # DTensorSpec refuses a shard placement for which `placement != Shard(dim)`. Only that
-        # check is satisfied here: `==`, which decides about redistribution, still tells them apart.
-        if type(other) is Shard:
-            return bool(other.dim != 0)
-        return not self == other
 
     def __repr__(self) -> str:
         return f"RowRaggedShard(rows={_abridged([b // self.row_size for b in self.bounds])})"
@@ -168,7 +175,8 @@ class RowRaggedShard(RaggedShard, Shard):
         if num_chunks != self.world_size or curr_local_size * self.row_size != self.numel:
             raise ValueError(
                 f"{self} places {self.numel // self.row_size} rows on {self.world_size} ranks, "
-                f"asked for {curr_local_size} rows on {num_chunks} ranks"
+                f"asked for {curr_local_size} rows on {num_chunks} ranks: "
+                + _no_rows("whose rows another mesh axis (tensor parallelism) cuts too")
             )
         start, end = self._rows(int(rank))
         return end - start, start
@@ -200,15 +208,13 @@ class RowRaggedShard(RaggedShard, Shard):
     ) -> torch.Tensor:
         return self.gather(local_tensor, current_logical_shape, mesh.get_group(mesh_dim))
 
-    def _reduce_shard_tensor(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        raise NotImplementedError(f"reducing a partial tensor into {self}: reduce it to Replicate")
 
-    def _to_new_shard_dim(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        raise NotImplementedError(f"resharding from {self} to another dim: go through Replicate")
-
-
-class FlatRaggedShard(RaggedShard, Placement):
+class FlatRaggedShard(RaggedShard, Shard):
     """A ragged cut between elements; the local tensor is flat.
+
+    It counts as a ``Shard(0)`` for torch's helpers that only need to know that ranks hold parts:
+    ``distribute_tensor`` makes an even shard for it, which ``copy_`` takes. Those that ask for a
+    range of rows get an error that names what to call instead.
 
     Args:
         bounds: Element offsets.
@@ -216,11 +222,21 @@ class FlatRaggedShard(RaggedShard, Placement):
 
     def __init__(self, bounds: Sequence[int]) -> None:
         # Skipping the C++ base's __init__ crashes the process later, without an exception.
-        Placement.__init__(self)
+        Shard.__init__(self, 0)
         self._set_bounds(bounds)
 
     __hash__ = RaggedShard.__hash__
     __eq__ = RaggedShard.__eq__
+    __ne__ = RaggedShard.__ne__
+
+    def _local_shard_size_and_offset(self, *args: Any, **kwargs: Any) -> tuple[int, Any]:
+        raise NotImplementedError(_no_rows("cut by elements"))
+
+    def _split_tensor(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(_no_rows("cut by elements"))
+
+    def _to_replicate_tensor(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        raise NotImplementedError(_no_rows("cut by elements"))
 
     def __repr__(self) -> str:
         return f"FlatRaggedShard(elements={_abridged(self.bounds)})"
@@ -234,6 +250,15 @@ class FlatRaggedShard(RaggedShard, Placement):
         """Shape of the local tensor of ``rank`` for a whole tensor of ``shape``."""
         start, end = self.local_range(rank)
         return (end - start,)
+
+
+def _no_rows(kind: str) -> str:
+    return (
+        f"torch can not cut a whole tensor for a parameter {kind}. For a full state dict on rank 0 "
+        "call ya_fsdp.checkpoint.load_full_state_dict(model, state_dict), for an optimizer's "
+        "load_full_optimizer_state_dict(model, optimizer, state_dict); set_model_state_dict and "
+        "set_optimizer_state_dict do without broadcast_from_rank0"
+    )
 
 
 def make_placement(bounds: Sequence[int], shape: Sequence[int]) -> RaggedShard:

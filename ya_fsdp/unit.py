@@ -5,16 +5,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from enum import IntEnum
+from functools import cache
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from . import _torch
 from .buffers import Slot, aligned
 from .collectives import Collectives, default_collectives, fp32_accumulating
 from .group import ParamGroup
 from .precision import MixedPrecisionPolicy
+from .ragged import match_optimizer_state
 from .secondary import PartShard, SecondaryShard, check_divides, check_reshard, resolve_reshard
 
 STALE_VERSION = 1 << 20
@@ -50,6 +56,21 @@ def watch_optimizers() -> None:
     if not _steps:
         _steps.append(0)
         register_optimizer_step_post_hook(count)
+
+
+@cache
+def watch_loaded_state() -> None:
+    """Lets optimizers cut state that was loaded like its parameters before their next step."""
+    register_optimizer_step_pre_hook(_adopt_loaded_state)
+
+
+def _adopt_loaded_state(optimizer: Any, *_: Any) -> None:
+    # load_state_dict puts another dict there, of whole or evenly sharded tensors if that is what
+    # it was given.
+    seen = getattr(optimizer, "_ya_fsdp_adopted", None)
+    if seen is not optimizer.state and not torch.compiler.is_compiling():
+        match_optimizer_state(optimizer)
+        optimizer._ya_fsdp_adopted = optimizer.state
 
 
 class Phase(IntEnum):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -295,8 +296,10 @@ def test_torchs_getters_and_setters_pass_sharded_states(world2: WorkerPool) -> N
 def full_options(rank: int, world_size: int, cut: str) -> None:
     model, optimizer = trained_sharded(2, cut)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights, states = get_state_dict(model, optimizer, options=options)
+    # Torch's states share their step counters with the optimizer.
+    weights, states = copy.deepcopy(get_state_dict(model, optimizer, options=options))
     assert bool(states) == bool(weights) == (rank == 0)
+    expected = state_wholes(model, optimizer)
     given = checkpoint.get_full_optimizer_state_dict(model, optimizer)
     for name, values in given.get("state", {}).items():
         assert_same(states["state"][name], values)
@@ -306,16 +309,39 @@ def full_options(rank: int, world_size: int, cut: str) -> None:
     checkpoint.load_full_optimizer_state_dict(other, fresh, states)
     assert_same(wholes(other), wholes(model))
     assert_same(state_wholes(other, fresh), state_wholes(model, optimizer))
+    third = shard(plain_net(seed=9), cut)
+    fresh = adamw(third)
+    everywhere = [weights, copy.deepcopy(states)]
+    dist.broadcast_object_list(everywhere, src=0)
+    options = StateDictOptions(full_state_dict=True)
+    set_state_dict(
+        third,
+        fresh,
+        model_state_dict=everywhere[0],
+        optim_state_dict=everywhere[1],
+        options=options,
+    )
+    assert_same(wholes(third), wholes(model))
+    assert_same(state_wholes(third, fresh), state_wholes(model, optimizer))
+    train(third, fresh, 2, first=2)
+    train(model, optimizer, 2, first=2)
+    assert_same(wholes(third), wholes(model))
+    assert_same(state_wholes(third, fresh), state_wholes(model, optimizer))
+    fourth = shard(plain_net(seed=9), cut)
+    fresh = adamw(fourth)
+    broadcast = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     if cut == "row":
-        third = shard(plain_net(seed=9), cut)
-        fresh = adamw(third)
-        broadcast = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        set_optimizer_state_dict(third, fresh, states, options=broadcast)
-        assert_same(state_wholes(third, fresh), state_wholes(model, optimizer))
+        set_optimizer_state_dict(fourth, fresh, states, options=broadcast)
+        assert_same(state_wholes(fourth, fresh), expected)
+    else:
+        with pytest.raises(NotImplementedError, match="load_full_optimizer_state_dict"):
+            set_optimizer_state_dict(fourth, fresh, states, options=broadcast)
 
 
 @pytest.mark.parametrize("cut", ["row", "element"])
-def test_torchs_full_states_go_into_our_loaders(world2: WorkerPool, cut: str) -> None:
+def test_torchs_full_states_go_into_torchs_setters_and_our_loaders(
+    world2: WorkerPool, cut: str
+) -> None:
     world2.run(full_options, cut)
 
 

@@ -35,6 +35,7 @@ from ya_fsdp import checkpoint, fully_shard
 from ya_fsdp.checkpoint import CheckpointError, peers
 from ya_fsdp.cli.classic import join
 from ya_fsdp.cli.classic_optimizer import join_optimizer
+from ya_fsdp.ragged import FlatRaggedShard
 
 CUTS = ["row", "element", "auto"]
 
@@ -273,13 +274,21 @@ def spread_by_torch(rank: int, world_size: int) -> None:
     with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "new"'):
         set_model_state_dict(model, {**source, "new": torch.ones(1)}, options=options)
     flat = shard(plain_net(), "element")
-    before = snapshot(flat)
-    with pytest.raises(RuntimeError, match="unsupported placements FlatRaggedShard"):
-        set_model_state_dict(flat, dict(source), options=options)
-    assert_unchanged(flat, before)
+    set_model_state_dict(flat, dict(source), options=options)
+    assert_same(wholes(flat), source)
+    whole = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    alone = plain_net().blocks[0].down
+    before = alone.weight.detach().clone()
+    fully_shard(alone, granularity="element")
+    assert isinstance(alone.weight.placements[0], FlatRaggedShard)
+    given = {name: torch.ones(value.shape) for name, value in alone.state_dict().items()}
+    given = given if rank == 0 else {}
+    with pytest.raises(NotImplementedError, match=r"checkpoint\.load_full_state_dict\(model"):
+        set_model_state_dict(alone, given, options=whole)
+    assert torch.equal(alone.weight.full_tensor(), before)
 
 
-def test_torchs_setter_spreads_a_full_state_dict_over_rows_and_refuses_other_cuts(
+def test_torchs_setter_spreads_a_full_state_dict_and_names_our_loader_where_it_can_not(
     world2: WorkerPool,
 ) -> None:
     world2.run(spread_by_torch)

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
+    set_model_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -265,6 +266,9 @@ def states(rank: int, world_size: int, folder: str, cut: str) -> None:
     assert_same(state_wholes(other, fresh), moments)
     zero(other)
     other.load_state_dict(full)
+    assert_same(wholes(other), weights)
+    zero(other)
+    set_model_state_dict(other, dict(full), options=StateDictOptions(full_state_dict=True))
     assert_same(wholes(other), weights)
     zero(other)
     checkpoint.load_safetensors(other, f"{folder}/hub")

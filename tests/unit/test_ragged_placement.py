@@ -73,7 +73,7 @@ def test_a_row_placement_answers_torchs_questions_about_shards() -> None:
     assert row.is_shard() and row.is_shard(0) and not row.is_shard(1)
     assert isinstance(row, Shard) and isinstance(row, RaggedShard)
     assert row.dim == 0
-    assert not flat.is_shard() and not flat.is_replicate() and not flat.is_partial()
+    assert flat.is_shard() and not flat.is_replicate() and not flat.is_partial()
     assert row._local_shard_size_and_offset(3, 2, 1) == (2, 1)
     with pytest.raises(ValueError, match="asked for 4 rows on 2 ranks"):
         row._local_shard_size_and_offset(4, 2, 1)
