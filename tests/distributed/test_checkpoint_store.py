@@ -40,7 +40,7 @@ from tests.distributed.checkpoint_models import (
     wholes,
 )
 from tests.harness import WorkerPool
-from ya_fsdp import checkpoint
+from ya_fsdp import checkpoint, flat_parameters
 from ya_fsdp.checkpoint import CheckpointError, store
 
 # ---- saving and resuming -----------------------------------------------------------------------
@@ -563,3 +563,18 @@ def test_what_the_page_on_checkpoints_shows_runs_and_prints_what_it_says(
         == 0
     )
     assert set(torch.load(tmp_path / "model.pt", weights_only=False)) == {"model", "optimizer"}
+
+
+def flat_optimizer(rank: int, world_size: int, folder: str) -> None:
+    model = shard(plain_net())
+    optimizer = torch.optim.AdamW(flat_parameters(model))
+    train(model, optimizer, 1)
+    with pytest.raises(CheckpointError, match="load_flat_optimizer_state_dict"):
+        checkpoint.save(folder, model, optimizer, step=1)
+    assert checkpoint.latest(folder) is None
+
+
+def test_an_optimizer_over_flat_parameters_is_told_how_to_save(
+    world2: WorkerPool, tmp_path: Path
+) -> None:
+    world2.run(flat_optimizer, str(tmp_path))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ..build import groups_of
 from ..ragged import RaggedShardDTensor
 from .entries import parameter_names
 from .peers import CheckpointError
@@ -29,6 +30,12 @@ def optimizer_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     result = []
     for number, group in enumerate(optimizer.param_groups):
         strangers = sum(parameter not in names for parameter in group["params"])
+        if strangers and any(group.grads.shard.pieces for group in groups_of(model)):
+            raise CheckpointError(
+                "the optimizer is over flat_parameters, whose state has no names here: save "
+                "flat_optimizer_state_dict(model, optimizer) with torch.distributed.checkpoint and "
+                "give it back with load_flat_optimizer_state_dict"
+            )
         if strangers:
             raise CheckpointError(
                 f"{strangers} parameters of the optimizer's group {number} are not parameters of "
