@@ -183,6 +183,11 @@ def bump_version_counters(tensors: tuple[Tensor, ...]) -> None:
     set_version_counters(tensors, tuple([v + 1 for v in versions_of(tensors)]))
 
 
+def keep_version_counters(tensors: tuple[Tensor, ...]) -> Any:
+    """Takes back what is done to version counters inside; edits of contents refilled alike."""
+    return torch.autograd.grad_mode._unsafe_preserve_version_counter(tensors)
+
+
 def view_base(tensor: Tensor) -> Tensor | None:
     """The tensor that ``tensor`` is a differentiable view of; ``_base`` has no public name."""
     return tensor._base

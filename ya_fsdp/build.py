@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from .checks import check_type
 from .collectives import default_collectives
+from .extensions import ExtendedGroup, Extension, plan_rows
 from .group import ParamGroup
 from .kernels import BLOCK
 from .layout import Granularity, ShardLayout, choose_blocks, group_alignment, plan_layout
@@ -130,6 +131,8 @@ def collect_params(
             check_param(fqn, param)
             parallel = TensorParallel.of(fqn, param, mesh)
             entry = found[id(param)] = ShardedParam(fqn, param, [], parallel)
+            entry.owner = weakref.ref(module)
+            entry.extension = Extension.of(fqn, param)
         entry.sites.append((tables[module], name))
     return list(found.values())
 
@@ -168,12 +171,14 @@ class Kind(NamedTuple):
         trainable: Whether they require gradients now.
         is_meta: Whether they have no values yet.
         own_mesh: Mesh axes that they came with (TP), ``None`` for plain parameters.
+        alone: Number of the parameter where its tensor subclass is gathered in its own way.
     """
 
     dtypes: ResolvedDtypes
     trainable: bool
     is_meta: bool
     own_mesh: DeviceMesh | None
+    alone: int | None
 
 
 def make_groups(
@@ -186,27 +191,31 @@ def make_groups(
 ) -> list[ParamGroup]:
     """Sorts parameters into homogeneous groups and cuts each."""
     kinds: dict[Kind, list[ShardedParam]] = {}
-    for param in params:
+    for number, param in enumerate(params):
         tensor = param.sharded
-        dtypes = resolve(policy, tensor.dtype, tensor.requires_grad, tensor.ndim)
+        dtypes = resolve(policy, tensor.dtype, tensor.requires_grad, tensor.ndim, param.kind)
         parallel = param.tensor_parallel
         key = Kind(
             dtypes,
             tensor.requires_grad,
             tensor.device.type == "meta",
             None if parallel is None else parallel.own_mesh,
+            None if param.extension is None else number,
         )
         kinds.setdefault(key, []).append(param)
     # Every layout is planned before any parameter is touched: a user's function may raise.
     layouts = [
         _plan(members, kind.dtypes, mesh_info.shard_size, alignment, granularity)
+        if kind.alone is None
+        else plan_rows(members[0], mesh_info)
         for kind, members in kinds.items()
     ]
     groups = []
     for (kind, members), layout in zip(kinds.items(), layouts, strict=True):
         originals = [m.sharded for m in members]
         where = torch.device("meta") if kind.is_meta else device
-        groups.append(ParamGroup(members, layout, policy, mesh_info, where))
+        group_class = ParamGroup if kind.alone is None else ExtendedGroup
+        groups.append(group_class(members, layout, policy, mesh_info, where))
         for original, member in zip(originals, members, strict=True):
             ReplacedParameter.mark(original, member.fqn)
     return groups

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from . import _torch
+from .buffers import Slot
 from .collectives import Collectives
 from .gradients import GroupGradients
 from .layout import ShardLayout
@@ -61,10 +62,14 @@ class ParamGroup:
                 local = self.local_view(shard, index)
                 start, end = self.layout.owned(self.mesh_info.shard_rank, index)
                 if full.device.type != "meta" and end > start:
-                    flat = part_of(full.detach()).reshape(-1)[start:end]
+                    flat = part_of(self._plain(full)).reshape(-1)[start:end]
                     local.view(-1).copy_(flat)
                 self._adopt_local(param, index, local)
         return shard
+
+    def _plain(self, tensor: Tensor) -> Tensor:
+        """The values of a whole parameter."""
+        return tensor.detach()
 
     def sync_replicas(self) -> bool:
         """Gives every replica the values of the first; ``False`` while there are none (meta)."""
@@ -90,7 +95,8 @@ class ParamGroup:
             ragged = param.place(local, self.layout.bounds(index), self.mesh_info)
             param.sharded = nn.Parameter(ragged, requires_grad=old.requires_grad)
         for name, value in vars(old).items():
-            if name not in OWN_ATTRIBUTES:
+            # A subclass's attributes are its values and what belongs to them.
+            if name not in OWN_ATTRIBUTES and param.extension is None:
                 setattr(param.sharded, name, value)
         for table, name in param.sites:
             table[name] = param.sharded
@@ -191,7 +197,8 @@ class ParamGroup:
 
     def _resolve(self, master: torch.dtype) -> ResolvedDtypes:
         trainable = any(p.sharded.requires_grad for p in self.params)
-        return resolve(self.policy, master, trainable, len(self.params[0].shape))
+        first = self.params[0]
+        return resolve(self.policy, master, trainable, len(first.shape), first.kind)
 
     def _copy_values(self, mine: Tensor, source: Tensor, index: int) -> None:
         """Copies this rank's elements of a sharded or whole tensor, unless it has no values."""
@@ -200,7 +207,7 @@ class ParamGroup:
                 values = source._local_tensor.reshape(-1)
             else:
                 # torch's distribute_tensor makes even shards of our placements: all ranks gather.
-                whole = source.full_tensor() if isinstance(source, DTensor) else source.detach()
+                whole = source.full_tensor() if isinstance(source, DTensor) else self._plain(source)
                 values = self.params[index].piece_of(whole).reshape(-1)
             if values.device.type != "meta" and mine.device.type != "meta":
                 mine.view(-1).copy_(values)
@@ -217,8 +224,14 @@ class ParamGroup:
         """Bytes of the group's gradients in the reduce dtype."""
         return self.layout.total_numel * self.dtypes.reduce.itemsize
 
-    def bind(self, gather_output: Tensor) -> None:
+    def measure(self) -> None:
+        """Learns how much room the group needs in a slot; called before one is assigned."""
+
+    def bind_slot(self, slot: Slot, offset: int) -> None:
         """Cuts the group's views out of a slot; called when the slot is assigned."""
+        self._bind(slot.view(offset, self.layout.total_numel, self.dtypes.gather))
+
+    def _bind(self, gather_output: Tensor) -> None:
         if self._unsharded:
             # Whatever autograd saved points at the old slot: a backward through it must raise.
             _torch.bump_version_counters(self._versioned)

@@ -220,9 +220,22 @@ class ShardedParam:
         tensor_parallel: What it is on mesh axes of its own, ``None`` for a plain parameter.
         shape: N-D shape of what is gathered: the whole parameter, or this rank's part of it on
             axes of its own.
+        kind: Class of the parameter as the user made it.
+        owner: The first module that refers to it.
+        extension: How its tensor subclass is gathered, ``None`` of an ordinary parameter.
     """
 
-    __slots__ = ("fqn", "shape", "sharded", "sites", "tensor_parallel", "unsharded")
+    __slots__ = (
+        "extension",
+        "fqn",
+        "kind",
+        "owner",
+        "shape",
+        "sharded",
+        "sites",
+        "tensor_parallel",
+        "unsharded",
+    )
 
     def __init__(
         self,
@@ -237,6 +250,9 @@ class ShardedParam:
         self.shape = part_of(param).shape
         self.sharded = param
         self.unsharded: nn.Parameter | None = None
+        self.kind = type(param)
+        self.owner: weakref.ref[nn.Module] | None = None
+        self.extension: Any = None
 
     def place(self, piece: Tensor, bounds: Sequence[int], info: MeshInfo) -> RaggedShardDTensor:
         """The sharded tensor over this rank's piece; no copy.

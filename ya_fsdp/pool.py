@@ -58,6 +58,7 @@ class GatherPool:
             if unit.slot is not None and unit.slot.holder is unit:
                 unit.slot.holder = None
             unit.gather_pending = False
+            unit.measure()
         makers = [self._maker(unit) for unit in units]
         requests = [self._request(unit) for unit in units]
         assignment = assign_slots(requests, self.num_buffers)
@@ -138,6 +139,7 @@ class GatherPool:
                 "same time: call set_num_gather_buffers(3) (or more) on the root module, or "
                 "set_reshard_after_forward(False) on one of them."
             )
+        unit.measure()
         slot = self._new_slot(unit.gather_bytes, unit)
         slot.own = True
         self.slots.append(slot)

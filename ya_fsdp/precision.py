@@ -5,7 +5,7 @@ The dtypes of a group are resolved once, by :func:`resolve`; everything after th
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch.distributed import fsdp
@@ -31,9 +31,11 @@ class MixedPrecisionPolicy(fsdp.MixedPrecisionPolicy):
         bit32_acc_for_bit16_reduce_scatter: Sum a 16-bit reduce-scatter in fp32: ranks exchange
             unsummed 16-bit gradients, as many bytes as before, and add them up in fp32. Changes
             nothing where the reduce dtype has other than 16 bits.
-        all_gather_dtype_to_param_cls: For each dtype of the all-gather, the tensor subclass of the
-            parameters gathered in it. Not available yet: only ``None`` is accepted.
-
+        all_gather_dtype_to_param_cls: For each dtype of the all-gather, the class of the parameters
+            gathered in it. For a tensor subclass with an all-gather of its own
+            (``fsdp_pre_all_gather``) it is checked against what that sends. Other parameters of the
+            class are gathered and computed with in that dtype in place of ``param_dtype`` (fp32
+            islands), or with ``torch.float8_e4m3fn`` and ``torch.int8`` as with ``gather_dtype``.
         gather_dtype: ``torch.float8_e4m3fn`` or ``torch.int8``: parameters of two or more
             dimensions are gathered in these 8 bits with one fp32 scale per 256 elements, and
             computed with as what is left of them in ``param_dtype``. The sharded parameters, which
@@ -41,9 +43,9 @@ class MixedPrecisionPolicy(fsdp.MixedPrecisionPolicy):
             nothing. ``None``: gathered in ``param_dtype``.
 
     Raises:
-        TypeError: If a dtype is not a ``torch.dtype``, or a switch is not a ``bool``.
+        TypeError: If a dtype is not a ``torch.dtype``, a switch is not a ``bool``, or a class no
+            class of tensors.
         ValueError: If a dtype is not floating point.
-        NotImplementedError: If a field that is not available yet has a value of its own.
     """
 
     param_dtype: torch.dtype | None = None
@@ -51,7 +53,9 @@ class MixedPrecisionPolicy(fsdp.MixedPrecisionPolicy):
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
     bit32_acc_for_bit16_reduce_scatter: bool = False
-    all_gather_dtype_to_param_cls: Mapping[torch.dtype, type[torch.Tensor]] | None = None
+    all_gather_dtype_to_param_cls: Mapping[torch.dtype, type[torch.Tensor]] | None = field(
+        default=None, hash=False
+    )
     gather_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
@@ -65,11 +69,7 @@ class MixedPrecisionPolicy(fsdp.MixedPrecisionPolicy):
         for name in ("cast_forward_inputs", "bit32_acc_for_bit16_reduce_scatter"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
-        if self.all_gather_dtype_to_param_cls is not None:
-            raise NotImplementedError(
-                "all_gather_dtype_to_param_cls is not available yet; it must be None, "
-                f"got {self.all_gather_dtype_to_param_cls!r}"
-            )
+        _check_classes(self.all_gather_dtype_to_param_cls)
 
     @classmethod
     def from_torch(cls, policy: fsdp.MixedPrecisionPolicy) -> "MixedPrecisionPolicy":
@@ -89,12 +89,12 @@ class MixedPrecisionPolicy(fsdp.MixedPrecisionPolicy):
             return policy
         if not isinstance(policy, fsdp.MixedPrecisionPolicy):
             raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, got {policy!r}")
-        known = {field.name for field in fields(cls)}
-        values = {field.name: getattr(policy, field.name) for field in fields(policy)}
-        for field in fields(policy):
-            if field.name not in known and values[field.name] != field.default:
+        known = {each.name for each in fields(cls)}
+        values = {each.name: getattr(policy, each.name) for each in fields(policy)}
+        for each in fields(policy):
+            if each.name not in known and values[each.name] != each.default:
                 raise NotImplementedError(
-                    f"MixedPrecisionPolicy.{field.name}={values[field.name]!r} is not supported"
+                    f"MixedPrecisionPolicy.{each.name}={values[each.name]!r} is not supported"
                 )
         return cls(**{name: value for name, value in values.items() if name in known})
 
@@ -122,7 +122,11 @@ class ResolvedDtypes:
 
 
 def resolve(
-    policy: MixedPrecisionPolicy, master_dtype: torch.dtype, trainable: bool, ndim: int = 1
+    policy: MixedPrecisionPolicy,
+    master_dtype: torch.dtype,
+    trainable: bool,
+    ndim: int = 1,
+    kind: type[torch.Tensor] = torch.nn.Parameter,
 ) -> ResolvedDtypes:
     """Resolves a policy for the parameters of one dtype.
 
@@ -133,6 +137,7 @@ def resolve(
         master_dtype: Dtype of the parameters as the user made them.
         trainable: Whether any of them requires a gradient.
         ndim: Their number of dimensions; those with one are not quantised.
+        kind: Their class; what has an all-gather of its own is not quantised either.
 
     Returns:
         The dtypes, all present except possibly ``output`` and ``wire``.
@@ -147,8 +152,29 @@ def resolve(
     if master_dtype.is_floating_point:
         wire = policy.gather_dtype if ndim > 1 else None
         compute = policy.param_dtype or master_dtype
+        if hasattr(kind, "fsdp_pre_all_gather"):
+            wire = None
+        else:
+            for dtype, each in (policy.all_gather_dtype_to_param_cls or {}).items():
+                if issubclass(kind, each):
+                    wire = dtype if dtype in QUANTISED and ndim > 1 else None
+                    compute = compute if dtype in QUANTISED else dtype
         reduce = policy.reduce_dtype or compute
     return ResolvedDtypes(master_dtype, compute, compute, reduce, policy.output_dtype, wire)
+
+
+def _check_classes(classes: object) -> None:
+    if classes is None:
+        return
+    if not isinstance(classes, Mapping):
+        raise TypeError(
+            f"all_gather_dtype_to_param_cls maps dtypes to classes of parameters, got {classes!r}"
+        )
+    for dtype, kind in classes.items():
+        if not isinstance(kind, type) or not issubclass(kind, torch.Tensor):
+            raise TypeError(f"all_gather_dtype_to_param_cls[{dtype}] is no tensor class: {kind!r}")
+        if dtype not in QUANTISED:
+            _check_dtype("a key of all_gather_dtype_to_param_cls", dtype)
 
 
 def _check_dtype(name: str, dtype: object) -> None:

@@ -109,8 +109,10 @@ class SecondaryShard:
         """
         if stamp <= self.stamp:
             for group in groups:
-                assert group.gather_output is not None
-                collectives.all_gather(group.gather_output, self._slices[group], self.group)
+                if group.gather_output is None:  # its tensor subclass sends what it likes
+                    group.gather(collectives)
+                else:
+                    collectives.all_gather(group.gather_output, self._slices[group], self.group)
             return False
         for group in groups:
             group.gather(collectives)
@@ -121,7 +123,8 @@ class SecondaryShard:
         return True
 
     def _keep(self, group: ParamGroup) -> None:
-        assert group.gather_output is not None
+        if group.gather_output is None:
+            return
         current = group.gather_output.chunk(self.group.size())[self.group.rank()]
         self._slice(group, current).copy_(current)
 

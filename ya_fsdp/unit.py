@@ -169,6 +169,11 @@ class Unit:
                 )
             self.phase = phase
 
+    def measure(self) -> None:
+        """Learns how large a gather slot has to be; every rank does so at the same time."""
+        for group in self.groups:
+            group.measure()
+
     @property
     def gather_bytes(self) -> int:
         """Bytes of a gather slot that holds all groups."""
@@ -188,7 +193,7 @@ class Unit:
         self._forget_secondary()
         offset = 0
         for group in self.groups:
-            group.bind(slot.view(offset, group.layout.total_numel, group.dtypes.gather))
+            group.bind_slot(slot, offset)
             offset += aligned(group.gather_bytes)
 
     def reshard_after(self, reshard: bool, ranks: dist.ProcessGroup | None) -> None:

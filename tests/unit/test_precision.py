@@ -97,9 +97,19 @@ def test_the_policy_cannot_be_changed_after_it_was_made() -> None:
         ({"cast_forward_inputs": 1}, TypeError, "cast_forward_inputs must be a bool, got 1"),
         ({"bit32_acc_for_bit16_reduce_scatter": 1}, TypeError, "must be a bool, got 1"),
         (
-            {"all_gather_dtype_to_param_cls": {}},
-            NotImplementedError,
-            "all_gather_dtype_to_param_cls is not available yet",
+            {"all_gather_dtype_to_param_cls": torch.nn.Parameter},
+            TypeError,
+            "all_gather_dtype_to_param_cls maps dtypes to classes",
+        ),
+        (
+            {"all_gather_dtype_to_param_cls": {BF16: int}},
+            TypeError,
+            r"all_gather_dtype_to_param_cls\[torch.bfloat16\] is no tensor class: <class 'int'>",
+        ),
+        (
+            {"all_gather_dtype_to_param_cls": {"bf16": torch.nn.Parameter}},
+            TypeError,
+            "a key of all_gather_dtype_to_param_cls must be .* got 'bf16'",
         ),
     ],
 )
