@@ -293,7 +293,9 @@ class ExtendedGroup(ParamGroup):
         slot = {view.untyped_storage().data_ptr() for view in self._received}
         self._own = tuple(t for t in inner if t.untyped_storage().data_ptr() not in slot)
         self._sizes = tuple(t.untyped_storage().nbytes() for t in self._own)
-        self._unsharded = self._versioned = self.grads.unsharded = (param.unsharded,)
+        self._unsharded = self.grads.unsharded = (param.unsharded,)
+        # A subclass's operators may save what it is made of.
+        self._versioned = (param.unsharded, *self._own, *self._views)
 
     _views: tuple[Tensor, ...] = ()
 

@@ -368,3 +368,142 @@ def unsupported(rank: int, world: int) -> None:
 
 def test_policies_that_can_not_be_followed_are_refused(world2: WorkerPool) -> None:
     world2.run(unsupported)
+
+
+class Island(nn.Module):
+    """Linear layers around a norm that computes in fp32 whatever comes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.norm = nn.LayerNorm(6)
+        self.second = nn.Linear(6, 6)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        y = self.norm(x)
+        self.seen = [x.dtype, self.norm.weight.dtype, y.dtype]
+        return self.second(y)
+
+
+def island(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    model: Any = Island().to(test_device())
+    reference = copy.deepcopy(model)
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
+    fully_shard(model.norm, mp_policy=MixedPrecisionPolicy(param_dtype=FP32, output_dtype=BF16))
+    fully_shard(model, mp_policy=policy)
+    low = copy.deepcopy(reference)
+    for layer in (low.first, low.second):
+        layer.to(BF16)
+
+    def by_hand(x: Tensor) -> Tensor:
+        y = low.norm(low.first(x.to(BF16)).float()).to(BF16)
+        return low.second(y)
+
+    xs = inputs(world)
+    mine = model(xs[rank])
+    assert model.seen == [BF16, FP32, BF16]
+    assert torch.equal(mine, by_hand(xs[rank]))
+    mine.float().pow(2).mean().backward()
+    per_rank = []
+    for x in xs:
+        low.zero_grad()
+        by_hand(x).float().pow(2).mean().backward()
+        per_rank.append({name: p.grad.clone() for name, p in low.named_parameters()})
+    set_mean(reference, per_rank, FP32)
+    assert_same_gradients(model, reference, atol=1e-6)
+    assert all(p.dtype == FP32 and p.grad.dtype == FP32 for p in model.parameters())
+
+
+def test_a_norm_computes_in_fp32_inside_a_bf16_model(pool: WorkerPool) -> None:
+    pool.run(island)
+
+
+def under_autocast(rank: int, world: int) -> None:
+    kind = test_device().type
+    for shard in (leaf, nested, root):
+        model, reference = pair(MLP, shard)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+        for step in range(2):
+            xs = inputs(world, seed=step)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            # The cache would hand out casts of weights that lie elsewhere by then.
+            for cached in (True, False):
+                with torch.autocast(kind, BF16, cache_enabled=cached):
+                    value = model(xs[rank])
+                    assert value.dtype == BF16
+                    expected = reference(xs[rank])
+                assert torch.equal(value, expected)
+                value.float().pow(2).mean().backward()
+            for x in (*xs, *xs):
+                with torch.autocast(kind, BF16):
+                    expected = reference(x)
+                expected.float().pow(2).mean().backward()
+            for param in reference.parameters():
+                param.grad /= world  # after bf16 has rounded, as the reduction divides
+            assert_same_gradients(model, reference, atol=1e-6)
+            for optimizer in optimizers:
+                optimizer.step()
+
+
+def test_autocast_around_a_sharded_model_gives_the_gradients_of_the_plain_one(
+    pool: WorkerPool,
+) -> None:
+    pool.run(under_autocast)
+
+
+def ignored_beside_bf16(rank: int, world: int) -> None:
+    model: Any = Island().to(test_device())
+    reference = copy.deepcopy(model)
+    kept = {model.second.weight, model.second.bias}
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=BF16), ignored_params=kept)
+    assert model.second.weight in kept and model.second.weight.dtype == FP32
+    model.second.register_forward_pre_hook(lambda _, args: (args[0].float(),))
+    x = inputs(world)[rank]
+    first = copy.deepcopy(reference.first).to(BF16)
+    norm = copy.deepcopy(reference.norm).to(BF16)
+    expected = reference.second(norm(first(x.to(BF16))).float())
+    mine = model(x)
+    assert torch.equal(mine, expected)
+    mine.sum().backward()
+    expected.sum().backward()
+    assert torch.equal(model.second.weight.grad, reference.second.weight.grad), "not reduced"
+
+
+def test_ignored_parameters_keep_their_dtype_and_their_own_gradients(world2: WorkerPool) -> None:
+    world2.run(ignored_beside_bf16)
+
+
+def scaled_fp16(rank: int, world: int) -> None:
+    """The scale falls until nothing overflows, on all ranks alike; then gradients are right."""
+    policy = MixedPrecisionPolicy(param_dtype=FP16)
+    model, reference = pair(MLP, nested, mp_policy=policy)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+    scaler = torch.amp.GradScaler(test_device().type, init_scale=2.0**22, growth_interval=100)
+    xs, taken, skipped = inputs(world), 0, 0
+    while taken < 2:
+        before = full(model.head.weight.detach()).clone()
+        set_mean(reference, [low_gradients(reference, x, FP16) for x in xs], FP32)
+        scale = scaler.get_scale()
+        scaler.scale(loss(model, xs[rank])).backward()
+        scaler.unscale_(optimizers[0])
+        scaler.step(optimizers[0])
+        scaler.update()
+        if scaler.get_scale() < scale:
+            assert torch.equal(full(model.head.weight.detach()), before)
+            skipped += 1
+        else:
+            assert_same_gradients(model, reference, atol=4e-3)
+            optimizers[1].step()
+            taken += 1
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        _copy(reference, model)
+    assert 0 < skipped < 20
+
+
+def test_fp16_trains_with_a_scaler_after_the_first_overflows(pool: WorkerPool) -> None:
+    pool.run(scaled_fp16)
