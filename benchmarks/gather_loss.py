@@ -1,6 +1,6 @@
 """Losses of the example with parameters gathered in full and in 8 bits, over several seeds.
 
-    python -m benchmarks.gather_loss         # a table of docs/numerics.md, 15 minutes
+    python -m benchmarks.gather_loss         # a table of docs/numerics.md, 10 minutes
 
 One run proves nothing: two trainings part after a few steps whatever makes the first difference,
 so the same seeds are trained in every way and the differences are averaged.
