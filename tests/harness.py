@@ -30,6 +30,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import IO, Any
 
@@ -38,6 +39,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.distributed as dist
+
+from tests.strict_device import strict_device
 
 DEFAULT_TIMEOUT = 60.0
 # Ranks still running this long after another rank raised are waiting for it in a collective.
@@ -63,7 +66,14 @@ def uses_nccl() -> bool:
 
 def test_device() -> torch.device:
     """The device on which a worker's tensors live: ``cuda:0`` under NCCL, else ``cpu``."""
-    return torch.device("cuda", 0) if uses_nccl() else torch.device("cpu")
+    if uses_nccl():
+        return torch.device("cuda", 0)
+    return torch.device("cpu", 0) if _is_strict() else torch.device("cpu")
+
+
+def _is_strict() -> bool:
+    """Whether tensors that a test forgot to put on ``test_device()`` are looked for."""
+    return os.environ.get("YA_FSDP_TEST_STRICT_DEVICE") == "1"
 
 
 test_device.__test__ = False  # type: ignore[attr-defined]  # pytest would collect it by its name
@@ -254,6 +264,9 @@ def _join_group(rank: int, world_size: int, folder: str, nccl: bool) -> None:
         os.environ["NCCL_SOCKET_IFNAME"] = "lo"
         os.environ["LOCAL_RANK"] = "0"
         torch.cuda.set_device(0)
+        torch.backends.cudnn.allow_tf32 = (
+            False  # the default: three digits, in RNNs and convolutions
+        )
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(
         backend,
@@ -269,7 +282,7 @@ def _call(rank: int, world_size: int, payload: bytes) -> tuple[str, Any]:
         # Unpickling imports the test file, whose imports may warn for reasons not under test.
         fn, args, kwargs = pickle.loads(payload)
         torch.manual_seed(0)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), strict_device() if _is_strict() else nullcontext():
             warnings.simplefilter("error")
             result = fn(rank, world_size, *args, **kwargs)
         return "ok", pickle.dumps(result)

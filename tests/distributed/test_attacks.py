@@ -22,6 +22,7 @@ from tests.distributed.models import (
     assert_same_gradients,
     assert_same_parameters,
     full,
+    ignore_scattered_rnn_weights,
     inputs,
     leaf,
     loss,
@@ -145,6 +146,7 @@ class Recurrent(nn.Module):
 
 
 def delete_a_layer(rank: int, world: int) -> None:
+    ignore_scattered_rnn_weights()
     model, reference = pair(Recurrent, root)
     x = torch.randn(world, 2, 3, WIDTH, generator=torch.Generator().manual_seed(0))
     x = x.to(test_device())
@@ -202,8 +204,9 @@ def add_after_sharding(rank: int, world: int, when: str) -> None:
     x = inputs(world)[rank]
     if when == "later":
         assert_trains_as_reference(model, reference, rank, world)
-    model.layers[1].extra = nn.Linear(WIDTH, WIDTH)
-    model.head.register_parameter("scale", nn.Parameter(torch.ones(3)))
+    model.layers[1].extra = nn.Linear(WIDTH, WIDTH, device=test_device())
+    scale = nn.Parameter(torch.ones(3, device=test_device()))
+    model.head.register_parameter("scale", scale)
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"'layers\.1\.extra\.weight'.*'head\.scale'"):
             model(x)

@@ -20,6 +20,7 @@ from tests.distributed.models import (
     assert_same_gradients,
     assert_same_parameters,
     full,
+    ignore_scattered_rnn_weights,
     inputs,
     leaf,
     loss,
@@ -30,7 +31,7 @@ from tests.distributed.models import (
     sgd_pair,
     train_step,
 )
-from tests.harness import WorkerPool
+from tests.harness import WorkerPool, test_device
 from ya_fsdp import clip_grad_norm_ as clip_whole_norm_
 from ya_fsdp import fully_shard
 from ya_fsdp.build import groups_of
@@ -272,6 +273,7 @@ def test_the_divide_factor_replaces_the_number_of_ranks(pool: WorkerPool) -> Non
 
 def frozen_costs_nothing(rank: int, world: int) -> None:
     model = nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 1, bias=False))
+    model.to(test_device())
     model[0].requires_grad_(False)
     fully_shard(model)
     sizes: list[int] = []
@@ -283,7 +285,7 @@ def frozen_costs_nothing(rank: int, world: int) -> None:
 
     C10dCollectives.reduce_scatter = record  # type: ignore[method-assign]
     try:
-        model(torch.randn(2, 1000)).sum().backward()
+        model(torch.randn(2, 1000).to(test_device())).sum().backward()
     finally:
         C10dCollectives.reduce_scatter = before  # type: ignore[method-assign]
     assert len(sizes) == 1 and sizes[0] < 1100
@@ -415,7 +417,7 @@ def test_value_clipping_equals_the_whole_models(pool: WorkerPool) -> None:
 def scale(rank: int, world: int) -> None:
     model, reference = pair(MLP, nested)
     optimizers = sgd_pair(model, reference)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+    scaler = torch.amp.GradScaler(test_device().type, init_scale=1024.0, growth_interval=100)
     for step in range(3):
         x = inputs(world, seed=step)
         value = loss(model, x[rank])
@@ -575,6 +577,7 @@ def recurrent(rank: int, world: int) -> None:
             x, _ = self.layers[1](x)
             return self.head(x)
 
+    ignore_scattered_rnn_weights()
     for shard in (leaf, root):
         model, reference = pair(Recurrent, shard)
         optimizers = sgd_pair(model, reference)

@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from tests.distributed.models import MLP, WIDTH, assert_same_gradients, full, nested, root
 from tests.distributed.test_schedule import Recorder
-from tests.harness import WorkerPool
+from tests.harness import WorkerPool, test_device
 from ya_fsdp import clip_grad_norm_
 
 MICROBATCHES = 4
@@ -41,23 +41,23 @@ def mean_square(output: Tensor, target: Tensor) -> Tensor:
 
 
 def train(rank: int, world: int, kind: str, name: str, reshard: bool) -> list[Counter[str]]:
-    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("pp", "dp"))
+    mesh = init_device_mesh(test_device().type, (2, world // 2), mesh_dim_names=("pp", "dp"))
     stage_index, replica = mesh.get_coordinate()  # type: ignore[misc]
     torch.manual_seed(0)
-    whole = MLP(4)
+    whole = MLP(4).to(test_device())
     half = Half(whole, stage_index)
     shard = {"nested": nested, "root": root}[name]
     shard(half, mesh=mesh["dp"], reshard_after_forward=reshard)
     recorder = Recorder.on(half)
-    stage = PipelineStage(half, stage_index, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+    stage = PipelineStage(half, stage_index, 2, test_device(), group=mesh.get_group("pp"))
     schedule = SCHEDULES[kind](stage, MICROBATCHES, mean_square)
     optimizer = torch.optim.SGD(half.parameters(), lr=0.1)
     plain = torch.optim.SGD(whole.parameters(), lr=0.1)
     counts = []
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
-        x = torch.randn(world // 2, BATCH, WIDTH, generator=generator)
-        target = torch.randn(world // 2, BATCH, 3, generator=generator)
+        x = torch.randn(world // 2, BATCH, WIDTH, generator=generator).to(test_device())
+        target = torch.randn(world // 2, BATCH, 3, generator=generator).to(test_device())
         recorder.take()
         if stage_index == 0:
             schedule.step(x[replica])

@@ -21,7 +21,7 @@ from tests.distributed.models import (
     loss,
     reference_backward,
 )
-from tests.harness import WorkerPool
+from tests.harness import WorkerPool, test_device
 from ya_fsdp import fully_shard
 
 WIDTH = 4
@@ -157,7 +157,7 @@ class Run:
 
     def __post_init__(self) -> None:
         torch.manual_seed(3)
-        self.model = nn.Sequential(Node(self.case.tree), nn.Linear(WIDTH, 2))
+        self.model = nn.Sequential(Node(self.case.tree), nn.Linear(WIDTH, 2)).to(test_device())
         self.reference = copy.deepcopy(self.model)
         for module in reversed(list(self.model.modules())):
             if isinstance(module, Node) and module.tree.sharded:
