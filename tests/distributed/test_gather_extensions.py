@@ -248,7 +248,7 @@ def beside_torch(rank: int, world: int) -> None:
     theirs, _ = two_models(scaled, shard, rows=5 * world, width=2 * world)
     losses: list[list[float]] = []
     for model in (ours, theirs):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
         losses.append([])
         for step in range(3):
             value = model(batches(world, step)[rank]).pow(2).mean()
