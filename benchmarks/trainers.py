@@ -259,18 +259,14 @@ class Ours(Sharded):
     def _parameters(self, package: Any) -> Any:
         if not self.variant.has("flat"):
             return self.model.parameters()
-        if not hasattr(package, "flat_parameters"):
-            raise UnavailableError("this ya_fsdp has no flat_parameters")
         return package.flat_parameters(self.model)
 
     def _clip(self) -> None:
-        clip = getattr(self._package(), "clip_grad_norm_", None)
-        if clip is None:
-            super()._clip()
-        else:
-            clip(self.model, 1.0)
+        self._package().clip_grad_norm_(self.model, 1.0)
 
     def finish(self) -> None:
+        if self.variant.has("early"):
+            self._package().optimizer_in_backward(self.model, self.optimizer)
         if not self.variant.has("capture"):
             super().finish()
             return

@@ -8,6 +8,7 @@ call of a setter. Options that every sharded implementation knows:
     bf16reduce     reduce gradients in bf16
     fused          backward products write weight gradients into the buffer (ours only)
     flat           the optimizer gets `ya_fsdp.flat_parameters(model)` (ours only)
+    early          the optimizer steps in the backward (ours only)
     clip           clip the gradient norm at 1 before the optimizer
     graph          the whole step as one CUDA graph, captured by hand
     capture        the whole step through `ya_fsdp.graph.capture_step` (ours only)
@@ -29,7 +30,7 @@ from typing import Any
 FLAGS = frozenset(
     {
         "noreshard", "noprefetch", "bf16reduce", "fused", "flat", "clip", "graph", "capture",
-        "hsdp", "hpz", "symmetric", "ncclbuffers",
+        "early", "hsdp", "hpz", "symmetric", "ncclbuffers",
     }
 )  # fmt: skip
 IMPLEMENTATIONS = ("plain", "fsdp2", "ours", "ddp", "megatron")

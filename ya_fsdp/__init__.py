@@ -13,6 +13,7 @@ from .flat import (
 from .fully_shard import fully_shard
 from .gathering import UnshardHandle
 from .module import YaFSDPModule, register_fsdp_forward_method
+from .optimizer_in_backward import OptimizerInBackward, optimizer_in_backward
 from .precision import MixedPrecisionPolicy
 from .ragged import RaggedShard, RaggedShardDTensor, distribute_ragged
 from .residency import set_resident_budget
@@ -21,6 +22,7 @@ from .wrapper import YaFSDP
 
 __all__ = [
     "MixedPrecisionPolicy",
+    "OptimizerInBackward",
     "RaggedShard",
     "RaggedShardDTensor",
     "UnshardHandle",
@@ -35,6 +37,7 @@ __all__ = [
     "fully_shard",
     "load_flat_optimizer_state_dict",
     "map_tensors",
+    "optimizer_in_backward",
     "persistent_buffers",
     "register_fsdp_forward_method",
     "set_buffer_groups",

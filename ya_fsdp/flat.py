@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import _torch
-from .build import groups_of
+from .build import groups_of, units_of
 from .checks import check_callable, check_not_negative, check_type
 from .grad_shard import FlatPiece
 from .group import ParamGroup
@@ -154,6 +154,7 @@ def clip_grad_norm_(
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If ``max_norm`` is negative or NaN, or ``norm_type`` not positive.
+        RuntimeError: If :func:`ya_fsdp.optimizer_in_backward` updates the model.
     """
     check_type("model", model, nn.Module, "; pass the model, not its parameters")
     if not isinstance(max_norm, Tensor):
@@ -167,7 +168,7 @@ def clip_grad_norm_(
     parts: dict[tuple[Groups, dist.ProcessGroup | None], list[Tensor]] = {}
     managed: set[int] = set()
     device: torch.device | None = None
-    for group in groups_of(model):
+    for group in _clippable_groups(model):
         managed.update(id(p.sharded) for p in group.params)
         device = group.device
         outside = beyond.get(id(group.params[0].sharded))
@@ -188,6 +189,16 @@ def clip_grad_norm_(
         if grads:
             _torch.foreach_mul_(grads, scale)
     return total
+
+
+def _clippable_groups(model: nn.Module) -> Iterator[ParamGroup]:
+    for unit in units_of(model.modules()):
+        if unit.early is not None:
+            raise RuntimeError(
+                f"unit '{unit.fqn}' is updated during the backward, so there is no norm of all "
+                "gradients to clip by; remove() what optimizer_in_backward returned, or do not clip"
+            )
+        yield from unit.groups
 
 
 def _norm_of(

@@ -66,6 +66,9 @@ class Reducer:
         """After an exception: nothing is in flight that anybody waits for."""
         self.streams.comm_waits_for_across()
         self.streams.compute_waits_for_comm()
+        for unit in self._touched:
+            if unit.early is not None:
+                unit.early.reset()
         self._touched.clear()
         self._in_flight.clear()
         for unit in list(self._open):
@@ -99,6 +102,8 @@ class Reducer:
                 group.grads.accumulate(group.device)
             self.accumulating.add(unit)
             return
+        if unit.early is not None:
+            unit.early.refuse_again()
         # Another rank may have gradients in a group that got none here, so all of them go out.
         groups = present
         if len(present) < len(unit.groups):
@@ -112,7 +117,7 @@ class Reducer:
         for group, offset in zip(unit.groups, offsets(unit), strict=True):
             if group in groups:
                 in_slot += group.grads.accumulator is None
-                fresh = group.grads.prepare(group.device)
+                fresh = self._prepare(unit, group)
                 filled = self._fill(group, slot, offset, slot.content != unit.kind)
                 sent.append((group, filled, fresh))
         # Padding stays zero while units of one kind follow each other in a slot.
@@ -126,6 +131,15 @@ class Reducer:
         else:
             self.accumulating.discard(unit)
         self._touched.append(unit)
+        if unit.early is not None:
+            unit.early.step()
+
+    def _prepare(self, unit: Unit, group: ParamGroup) -> bool:
+        if unit.early is None:
+            return group.grads.prepare(group.device)
+        # It is freed where it is used, so the memory has to be that stream's.
+        with self.streams.on_comm():
+            return group.grads.prepare(group.device)
 
     def _send(
         self, unit: Unit, slot: Slot, sent: Sequence[tuple[ParamGroup, Tensor, bool]]

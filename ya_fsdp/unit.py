@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 from enum import IntEnum
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -94,6 +94,19 @@ LEGAL_CHANGES = {
 }
 
 
+class EarlyStep(Protocol):
+    """An optimizer that steps as soon as a unit's gradients are reduced."""
+
+    def refuse_again(self) -> None:
+        """Raises if it has stepped in this iteration."""
+
+    def step(self) -> None:
+        """Uses the reduced gradients, if they are all there."""
+
+    def reset(self) -> None:
+        """Forgets the iteration."""
+
+
 class Unit:
     """State of one managed module (or list of modules).
 
@@ -109,6 +122,7 @@ class Unit:
         held: Whether the user asked for the parameters with ``unshard()``.
         switched: Whether modules hold the unsharded parameters now.
         kept: Whether the last backward left the unit gathered, on the user's request.
+        early: What steps its parameters in the backward, if anything.
     """
 
     def __init__(
@@ -145,6 +159,7 @@ class Unit:
         self.unequal: tuple[ParamGroup, ...] = ()  # on meta: replicas get equal before a gather
         self.collectives: Collectives | None = None
         self.on_forget: Callable[[Unit], None] | None = None
+        self.early: EarlyStep | None = None
         # What a user may set.
         self.reshard_after_forward = True
         levels = groups[0].mesh_info.levels if groups else None

@@ -56,6 +56,16 @@ BAD: dict[str, Case] = {
         TypeError,
         "norm_groups.*Mapping",
     ),
+    "early, plain": (
+        lambda m, o: ya_fsdp.optimizer_in_backward(PLAIN, o),
+        ValueError,
+        UNSHARDED,
+    ),
+    "early, optimizer": (
+        lambda m, o: ya_fsdp.optimizer_in_backward(m, "o"),  # type: ignore[arg-type]
+        TypeError,
+        "optimizer must be an Optimizer, got 'o'",
+    ),
     "flat state, model": (
         lambda m, o: ya_fsdp.flat_optimizer_state_dict("m", o),  # type: ignore[arg-type]
         TypeError,

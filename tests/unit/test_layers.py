@@ -24,6 +24,7 @@ FLOORS = {
     "debug": 5,
     "residency": 5,
     "pipeline": 5,
+    "optimizer_in_backward": 5,
     "checkpoint": 5,
     "wrapper": 5,
     "build": 4,
