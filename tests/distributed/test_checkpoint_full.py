@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.distributed.checkpoint_models import (
     Net,
@@ -33,6 +34,7 @@ from tests.harness import WorkerPool, test_device
 from tests.unit.test_cli_convert import trained_files
 from ya_fsdp import checkpoint, fully_shard
 from ya_fsdp.checkpoint import CheckpointError, peers
+from ya_fsdp.checkpoint import full as whole_states
 from ya_fsdp.cli.classic import join
 from ya_fsdp.cli.classic_optimizer import join_optimizer
 from ya_fsdp.ragged import FlatRaggedShard
@@ -46,6 +48,33 @@ def pool(request: pytest.FixtureRequest) -> WorkerPool:
 
 
 # ---- out ---------------------------------------------------------------------------------------
+
+
+def gather_in_turn(rank: int, world_size: int) -> list[bool]:
+    """At each gather but the first, whether the one before had given its memory back."""
+    model = shard(plain_net(), "auto")
+    freed: list[bool] = []
+    last: list[StorageWeakRef] = []
+    inner = whole_states._gather_group
+
+    def watched(group: Any) -> Any:
+        freed.extend(reference.expired() for reference in last)
+        buffer = inner(group)
+        last[:] = [StorageWeakRef(buffer.untyped_storage())]
+        return buffer
+
+    whole_states._gather_group = watched
+    try:
+        checkpoint.get_full_state_dict(model)
+    finally:
+        whole_states._gather_group = inner
+    return freed
+
+
+def test_one_group_at_a_time_is_whole(world2: WorkerPool) -> None:
+    for freed in world2.run(gather_in_turn):
+        assert len(freed) > 1
+        assert all(freed)
 
 
 def gather(rank: int, world_size: int, cut: str) -> None:

@@ -55,14 +55,19 @@ def get_full_state_dict(
     """
     peers = Peers(process_group)
     peers.arrive("get_full_state_dict")
+    return collect(model, keep=peers.leads or not rank0_only, cpu_offload=cpu_offload)
+
+
+def collect(model: nn.Module, *, keep: bool, cpu_offload: bool) -> dict[str, Any]:
+    """Gathers a group at a time and copies what comes, where it is kept; collective."""
     state = model_state(model)
-    keep = peers.leads or not rank0_only
     whole: dict[str, Any] = dict(state.others)
     for entry, tensor in gather_entries(plan_gathers(model, state.entries)):
         if keep:
             where = torch.device("cpu") if cpu_offload else tensor.device
             copy = tensor.to(where, copy=True).contiguous()
             whole.update(dict.fromkeys(entry.names, copy))
+        del tensor  # or the group that it lies in would be alive beside the next one
     return {name: whole[name] for name in state.order} if keep else {}
 
 
@@ -112,8 +117,11 @@ def gather_entries(gathers: list[Gather]) -> Iterator[tuple[Entry, Tensor]]:
         for entry, index in gather.entries:
             span = group.layout.spans[index]
             param = group.params[index]
-            view = buffer[span.offset : span.offset + span.numel].view(param.shape)
-            yield entry, param.whole(view)
+            yield (
+                entry,
+                param.whole(buffer[span.offset : span.offset + span.numel].view(param.shape)),
+            )
+        del buffer
 
 
 def _gather_group(group: ParamGroup) -> Tensor:

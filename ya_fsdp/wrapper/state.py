@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..build import groups_of, state_of
 from ..checkpoint.entries import model_state
-from ..checkpoint.full import gather_entries, load_full_state_dict, plan_gathers
+from ..checkpoint.full import collect, load_full_state_dict
 from ..checkpoint.peers import Peers
 from ..group import ParamGroup
 from .arguments import Ranks
@@ -27,14 +27,8 @@ def full_state_dict(
 ) -> dict[str, Any]:
     """Whole tensors on CPU on every node's first rank, nothing on the others; collective."""
     Peers(ranks.data).arrive("state_dict")
-    state = model_state(root)
-    keep = dist.get_rank(ranks.node) == 0
-    whole: dict[str, Any] = dict(state.others)
-    for entry, tensor in gather_entries(plan_gathers(root, state.entries)):
-        if keep:
-            copy = tensor.to("cpu", copy=True).contiguous()
-            whole.update(dict.fromkeys(entry.names, copy))
-    return {public_name(name): whole[name] for name in state.order} if keep else {}
+    whole = collect(root, keep=dist.get_rank(ranks.node) == 0, cpu_offload=True)
+    return {public_name(name): value for name, value in whole.items()}
 
 
 def load_full(
