@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 import tomllib
@@ -340,6 +341,35 @@ def test_flattened_tensors_get_their_shapes_back(tmp_path: Path, kind: str) -> N
     old = {"optimizer": {"state": {"0.weight": {"exp_avg": torch.zeros(12)}}}}
     load_alone(old, tmp_path / "old")
     assert torch.equal(momentum.flatten(), old["optimizer"]["state"]["0.weight"]["exp_avg"])
+
+
+class Runs:
+    """Unpickling this makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_a_flattened_checkpoint_that_would_run_something_is_refused(tmp_path: Path) -> None:
+    model = flattened_checkpoint(tmp_path / "old")
+    shapes = tmp_path / "shapes.json"
+    shapes.write_text(json.dumps({n: p.shape for n, p in model.named_parameters()}))
+    metadata = pickle.loads((tmp_path / "old" / ".metadata").read_bytes())
+    metadata.planner_data["extra"] = Runs(tmp_path / "made")
+    (tmp_path / "old" / ".metadata").write_bytes(pickle.dumps(metadata))
+    result = run(tmp_path / "old", tmp_path / "new", "--shapes", shapes)
+    assert result.exit_code != 0
+    assert "is not safe to read" in result.stderr
+    assert not (tmp_path / "made").exists()
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save({"entry": Runs(tmp_path / "made")}, checkpoint_id=tmp_path / "other")
+    result = run(tmp_path / "other", tmp_path / "new", "--shapes", shapes)
+    assert result.exit_code != 0
+    assert not (tmp_path / "made").exists()
+    assert not (tmp_path / "new").exists()
 
 
 def test_shapes_that_do_not_fit_are_refused(tmp_path: Path) -> None:

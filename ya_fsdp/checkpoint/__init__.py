@@ -7,6 +7,7 @@ from .hf_load import load_safetensors
 from .hf_save import save_safetensors
 from .peers import CheckpointError
 from .store import AsyncSave, Loaded, async_save, latest, load, save
+from .whole import read_whole
 
 __all__ = [
     "AsyncSave",
@@ -21,6 +22,7 @@ __all__ = [
     "load_full_optimizer_state_dict",
     "load_full_state_dict",
     "load_safetensors",
+    "read_whole",
     "save",
     "save_safetensors",
 ]

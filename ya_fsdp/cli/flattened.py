@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import struct
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from ya_fsdp.checkpoint import CheckpointError, read_whole
 
 from .errors import ConversionError
 
@@ -19,12 +19,15 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """A distributed checkpoint as one nested dictionary of whole tensors on CPU."""
-    with tempfile.TemporaryDirectory() as scratch:
-        target = Path(scratch) / "whole.pt"
-        dcp_to_torch_save(str(folder), str(target))
-        loaded: dict[str, Any] = torch.load(target, map_location="cpu", weights_only=False)
-    return loaded
+    """A distributed checkpoint as one nested dictionary of whole tensors on CPU.
+
+    Raises:
+        ConversionError: If it is damaged, or would run something.
+    """
+    try:
+        return read_whole(folder)
+    except CheckpointError as error:
+        raise ConversionError(str(error)) from error
 
 
 def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
