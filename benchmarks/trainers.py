@@ -78,20 +78,22 @@ class Trainer:
         loss.backward()
         if self.variant.has("clip"):
             self.mark("clip")
-            self._clip()
+            self.clip()
         self.mark("optimizer")
-        self._update()
+        self.update()
         self.mark("end")
         self.loss = loss.detach()
 
     def _zero_grad(self) -> None:
         """What the optimizer's own `zero_grad` does not reach."""
 
-    def _update(self) -> None:
+    def update(self) -> None:
+        """One step of the optimizer."""
         self.optimizer.step()
 
-    def _clip(self) -> None:
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+    def clip(self, max_norm: float = 1.0) -> None:
+        """Bound the norm of all gradients."""
+        nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
     def finish(self) -> None:
         """Apply what needs the whole trainer: the capture of a graph."""
@@ -144,11 +146,11 @@ class Plain(Trainer):
     def _zero_grad(self) -> None:
         self.model.zero_grad(set_to_none=True)
 
-    def _clip(self) -> None:
+    def clip(self, max_norm: float = 1.0) -> None:
         self._shard.grad = self._gradient.clone()
-        nn.utils.clip_grad_norm_([self._shard], 1.0)
+        nn.utils.clip_grad_norm_([self._shard], max_norm)
 
-    def _update(self) -> None:
+    def update(self) -> None:
         if not self.variant.has("clip"):
             self._shard.grad = self._gradient
         self.optimizer.step()
@@ -261,8 +263,8 @@ class Ours(Sharded):
             return self.model.parameters()
         return package.flat_parameters(self.model)
 
-    def _clip(self) -> None:
-        self._package().clip_grad_norm_(self.model, 1.0)
+    def clip(self, max_norm: float = 1.0) -> None:
+        self._package().clip_grad_norm_(self.model, max_norm)
 
     def finish(self) -> None:
         if self.variant.has("early"):

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import _torch
+
 BLOCK = 256
 """Elements with one scale in a quantised row."""
 
@@ -83,3 +85,47 @@ def dequantise_rows_torch(output: Tensor, values: Tensor, scales: Tensor) -> Non
     # 8-bit numbers are exact in 16 bits; the product is rounded once.
     output.view_as(values).copy_(values)
     output.view(values.shape[0], -1, BLOCK).mul_(scales.unsqueeze(-1))
+
+
+def square_sums(tensors: list[Tensor], device: torch.device) -> Tensor:
+    """Sums of squares of parts of all elements, whose sum is that of all; one kernel on a GPU.
+
+    Args:
+        tensors: Not empty ones; there may be none.
+        device: Theirs.
+
+    Returns:
+        Shape (n,), fp32. How many is the same for any tensors, so that ranks can add theirs up.
+    """
+    tables = _tables(device)
+    if tables is not None:
+        return tables.square_sums(tensors, device)  # type: ignore[no-any-return]
+    if not tensors:
+        return torch.zeros(1, device=device)
+    norms = torch.stack([n.float() for n in _torch.flat_norms(tensors, 2.0)])
+    return norms.square().sum().reshape(1)
+
+
+def scale_to_norm(tensors: list[Tensor], squares: Tensor, max_norm: float) -> Tensor:
+    """Scales tensors in place so that the norm is at most ``max_norm``; one kernel on a GPU.
+
+    Args:
+        tensors: What :func:`square_sums` was given.
+        squares: What it returned, added up over the ranks.
+        max_norm: The bound.
+
+    Returns:
+        The norm, 0-dim, fp32.
+    """
+    tables = _tables(squares.device)
+    if tables is not None:
+        return tables.scale_to_norm(tensors, squares, max_norm)  # type: ignore[no-any-return]
+    norm = squares.sum().sqrt()
+    if tensors:
+        _torch.foreach_mul_(tensors, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+def _tables(device: torch.device) -> Any:
+    # A graph can not hold the table of addresses, which comes from the host.
+    return triton_kernels() if device.type == "cuda" and not _torch.is_capturing(device) else None

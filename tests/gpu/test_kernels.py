@@ -74,3 +74,25 @@ def test_the_kernels_are_captured_in_a_graph() -> None:
     rows.fill_(2.0)
     graph.replay()
     assert torch.equal(output, torch.full_like(output, 2.0))
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 1e9])
+@pytest.mark.parametrize("sizes", [(), (1,), (4096 * 1024 + 5, 7, 100_003), (3,) * 300], ids=str)
+def test_the_clipping_kernels_do_what_torch_does(sizes: tuple[int, ...], max_norm: float) -> None:
+    torch.manual_seed(0)
+    mine = [torch.randn(size, device="cuda") for size in sizes]
+    params = [torch.nn.Parameter(torch.empty_like(t)) for t in mine]
+    for param, tensor in zip(params, mine, strict=True):
+        param.grad = tensor.clone()
+    norm = kernels.scale_to_norm(mine, kernels.square_sums(mine, torch.device("cuda")), max_norm)
+    expected = torch.nn.utils.clip_grad_norm_(params, max_norm)
+    torch.testing.assert_close(norm, expected.to("cuda"))
+    for param, tensor in zip(params, mine, strict=True):
+        torch.testing.assert_close(tensor, param.grad)
+
+
+def test_clipping_makes_no_number_of_what_is_none() -> None:
+    mine = [torch.ones(5000, device="cuda"), torch.ones(2, 6, device="cuda").t()]
+    mine[1][3, 1] = float("nan")
+    norm = kernels.scale_to_norm(mine, kernels.square_sums(mine, torch.device("cuda")), 1.0)
+    assert norm.isnan() and all(t.isnan().all() for t in mine)

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks import checkpoint, emulation, kernels, models
+from benchmarks import checkpoint, emulation, kernels, models, optimizer
 from benchmarks.emulation import Network
 from benchmarks.host import measure_host
 from benchmarks.measure import Sample, bound, extrapolated
@@ -211,3 +211,15 @@ def test_one_rank_of_many_plans_for_all_and_gets_its_own_pieces_back(tmp_path: P
         entry = metadata[f"model.{name}"]
         assert isinstance(entry, TensorStorageMetadata)
         assert sum(chunk.sizes.numel() for chunk in entry.chunks) == parameter.numel()
+
+
+def test_clip_and_optimizer_are_held_against_the_bytes_they_must_move() -> None:
+    job = Job(models.config_of("tiny"), 1, 8, 64, torch.device("cpu"))
+    record = optimizer.measure(job, Variant.parse("ours@flat"), rate=1e6)
+    elements = sum(models.unit_elements(job.config))
+    # 40 bytes per owned element at 1 MB/s, in ms.
+    assert record["bound_ms"] == pytest.approx(40 * elements / 64 / 1e3, rel=1e-3)
+    assert record["ratio"] == pytest.approx(record["ms"] / record["bound_ms"])
+    assert record["clip"]["collectives"] == {"all_reduce": 1}
+    assert record["optimizer"]["collectives"] == {}
+    assert record["tensors"] == len(models.unit_elements(job.config))

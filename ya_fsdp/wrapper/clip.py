@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch
-from ..flat import grads_of, local_power, reduced
+from ..clipping import grads_of, local_power, reduced
 from ..group import ParamGroup
 from .arguments import Ranks
 

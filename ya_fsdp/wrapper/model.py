@@ -14,7 +14,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import _torch
 from ..build import groups_of, schedule_of, state_of
-from ..flat import clip_grad_norm_, flat_parameters
+from ..clipping import clip_grad_norm_
+from ..flat import flat_parameters
 from ..module import YaFSDPModule
 from ..schedule import Schedule
 from . import state
