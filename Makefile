@@ -16,7 +16,7 @@ ACCELERATE := 1.10.1 1.11.0 1.12.0 1.13.0 1.14.0 1.15.0
 TORCH := $(shell grep '^torch==' requirements-dev.txt)
 TESTS := tests/unit tests/distributed tests/integrations
 
-.PHONY: train test test-fast test-matrix test-gpu lint format setup clean
+.PHONY: train test test-fast test-matrix test-gpu benchmarks lint format setup clean
 .DEFAULT_GOAL := test
 
 train: setup
@@ -41,6 +41,17 @@ test-matrix: setup $(STAMP_HF)
 test-gpu: setup
 	$(BIN)/python -m pytest tests/gpu $(ARGS)
 	YA_FSDP_TEST_NCCL=1 $(BIN)/python -m pytest tests/distributed $(ARGS)
+
+# About ten minutes on one GPU; rows go to runs/, the report and its picture to docs/benchmarks/.
+benchmarks: setup
+	$(BIN)/python -m benchmarks.emulated --out runs/emulated.jsonl
+	$(BIN)/python -m benchmarks.host --out runs/host.jsonl
+	$(BIN)/python -m benchmarks.trace --row 7B:2048:300 --out runs/trace.jsonl
+	$(BIN)/python -m benchmarks.nccl_one_gpu --out runs/nccl.jsonl
+	$(BIN)/python -m benchmarks.memory --out runs/memory.jsonl
+	$(BIN)/python -m benchmarks.optimizer --out runs/optimizer.jsonl
+	$(BIN)/python -m benchmarks.checkpoint --out runs/checkpoint.jsonl
+	$(BIN)/python -m benchmarks.report runs/*.jsonl
 
 lint: setup
 	$(BIN)/ruff check .

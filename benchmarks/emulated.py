@@ -33,6 +33,7 @@ from benchmarks.measure import (
     merged,
     spread,
 )
+from benchmarks.picture import draw
 from benchmarks.trainers import Job, running
 from benchmarks.variants import UnavailableError, Variant
 
@@ -230,32 +231,6 @@ def _print_bound(records: list[dict[str, Any]]) -> None:
     odd = [r["implementation"] for r in records if not r.get("finite", True)]
     if odd:
         typer.echo(f"  not finite (a free network leaves others' shards unwritten): {odd}")
-
-
-def draw(records: list[dict[str, Any]], path: Path) -> bool:
-    """Bars of step time over the unsharded model's; false where matplotlib is missing."""
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    done = [record for record in records if "step_ms" in record]
-    rows = list(dict.fromkeys(record["row"] for record in done))
-    labels = list(dict.fromkeys(record["implementation"] for record in done))
-    figure, axes = pyplot.subplots(figsize=(2 + 1.8 * len(rows), 4), layout="constrained")
-    width = 0.8 / max(1, len(labels))
-    for place, label in enumerate(labels):
-        mine = {r["row"]: r["step_ms"]["median"] for r in done if r["implementation"] == label}
-        at = [index + place * width for index, row in enumerate(rows) if row in mine]
-        axes.bar(at, [mine[row] for row in rows if row in mine], width, label=label)
-    axes.set_xticks([index + 0.4 - width / 2 for index in range(len(rows))], rows, rotation=15)
-    axes.set_ylabel("ms per step")
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-    return True
 
 
 def main(

@@ -1,4 +1,4 @@
-"""Writes `docs/benchmarks/<date>-<gpu>.md` from the JSON lines that the other scripts append.
+"""Writes `docs/benchmarks/<date>-<gpu>.md` and a picture from the JSON lines of other scripts.
 
 python3 -m benchmarks.report runs/*.jsonl
 """
@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from benchmarks.picture import draw
 
 Record = dict[str, Any]
 
@@ -21,7 +23,8 @@ _GB = 1e9
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """A Markdown table, the first two columns to the left."""
     rule = ["---" if place < 2 else "---:" for place in range(len(header))]
-    return ["| " + " | ".join(cells) + " |" for cells in (header, rule, *rows)] + [""]
+    escaped = ([cell.replace("|", "\\|") for cell in row] for row in rows)
+    return ["| " + " | ".join(cells) + " |" for cells in (header, rule, *escaped)] + [""]
 
 
 def _number(value: float | None, digits: int = 1) -> str:
@@ -140,7 +143,140 @@ def _one_gpu(records: list[Record]) -> list[str]:
     return ["## Real ranks sharing one device", "", *table(header, rows)]
 
 
-def render(records: list[Record], commands: Sequence[str] = ()) -> str:
+def _several(records: list[Record]) -> list[str]:
+    header = (
+        "row", "implementation", "ranks", "GPUs", "step ms", "tokens/s", "communication ms",
+        "exposed ms", "allocated GiB", "reserved GiB",
+    )  # fmt: skip
+    rows, losses = [], []
+    for record in records:
+        name = [record["row"], record["implementation"], str(record["ranks"])]
+        name.append("1" if record["one_gpu"] else str(record["ranks"]))
+        missing = record.get("error") or record.get("left_out")
+        if missing:
+            rows.append([*name, missing, *[""] * 5])
+        elif record["row"] == "difference":
+            losses.append(f"{record['implementation']} {record['relative']:.1e}")
+        elif "step_ms" in record:
+            rows.append(
+                [
+                    *name,
+                    _number(record["step_ms"]),
+                    _number(record["tokens_per_second"], 0),
+                    _number(record["communication_ms"]),
+                    _number(record["exposed_ms"]),
+                    _number(record["allocated_gib"], 2),
+                    _number(record["reserved_gib"], 2),
+                ]
+            )
+    lines = ["## Several ranks over NCCL", ""]
+    if losses:
+        lines += [f"Largest relative difference of ten fp32 losses: {', '.join(losses)}.", ""]
+    return lines + (table(header, rows) if rows else [])
+
+
+def _memory(records: list[Record]) -> list[str]:
+    header = (
+        "row", "implementation", "allocated GiB", "expected GiB", "ratio", "reserved/allocated",
+        "parts, GiB",
+    )  # fmt: skip
+    rows = [
+        [
+            f"{record['row']}, {record['world']} ranks",
+            record["implementation"],
+            _number(record["allocated_gib"], 2),
+            _number(record["expected_gib"], 2),
+            _number(record["allocated_over_expected"], 3),
+            _number(record["reserved_over_allocated"], 3),
+            ", ".join(f"{k.replace('_', ' ')} {v:.2f}" for k, v in record["parts_gib"].items()),
+        ]
+        for record in records
+    ]
+    return ["## Peak memory against the sum of its parts", "", *table(header, rows)]
+
+
+def _sharding(records: list[Record]) -> list[str]:
+    return [
+        f"Sharding one unit of {record['sharded_elements'] / 1e6:.0f} M elements takes "
+        f"{_number(record['extra_over_own'], 3)} times its bytes beside them and "
+        f"{record['host_ms']:.1f} ms of host time.\n"
+        for record in records
+    ]
+
+
+def _checkpoint(records: list[Record]) -> list[str]:
+    header = (
+        "row", "implementation", "shard GB", "save s", "of it planning", "async save holds up s",
+        "load s", "of it planning", "host GB beside the shard", "device GB", "restored",
+    )  # fmt: skip
+    rows = [
+        [
+            f"{record['row']}, 1 of {record['world']} ranks",
+            record["implementation"],
+            _number(record["shard"] / _GB, 2),
+            _number(record["save_s"], 2),
+            _number(record["save_planning_s"], 2),
+            _number(record["async_save_waiting_s"], 2),
+            _number(record["load_s"], 2),
+            _number(record["load_planning_s"], 2),
+            _number(max(record["save_host_extra"], record["load_host_extra"]) / _GB, 2),
+            _number(max(record["save_device_extra"], record["load_device_extra"]) / _GB, 2),
+            "yes" if record["restored"] else "NO",
+        ]
+        for record in records
+    ]
+    return ["## Checkpoints", "", *table(header, rows)]
+
+
+def _optimizer(records: list[Record]) -> list[str]:
+    header = (
+        "model", "implementation", "tensors", "clip ms", "bound", "kernels", "optimizer ms",
+        "bound", "kernels", "both of bound", "host waits",
+    )  # fmt: skip
+    rows = []
+    for record in records:
+        parts = [record["clip"], record["optimizer"]]
+        cells = [
+            cell
+            for part in parts
+            for cell in (
+                _number(part["ms"], 3),
+                _number(part["bound_ms"], 3),
+                _number(part["kernels"], 0),
+            )
+        ]
+        name = f"{record['optimizer_row']}, 1 of {record['world']} ranks"
+        waits = "yes" if any(part["host_waits"] for part in parts) else "no"
+        ratio = _number(record["ratio"], 2)
+        rows.append([name, record["implementation"], str(record["tensors"]), *cells, ratio, waits])
+    return ["## Clipping and the optimizer", "", *table(header, rows)]
+
+
+_KINDS: tuple[tuple[str, Callable[[list[Record]], list[str]]], ...] = (
+    # A key that no other script's records have, and what writes them.
+    ("network", _emulated),
+    ("host", _host),
+    ("trace", _traces),
+    ("bf16", _one_gpu),
+    ("ranks", _several),
+    ("expected_gib", _memory),
+    ("sharded_elements", _sharding),
+    ("save_s", _checkpoint),
+    ("optimizer_row", _optimizer),
+)
+
+
+def _sorted(records: list[Record]) -> dict[str, list[Record]]:
+    found: dict[str, list[Record]] = {key: [] for key, _ in _KINDS}
+    for record in records:
+        kind = next((key for key in found if key in record), None)
+        if kind is None:
+            raise ValueError(f"no benchmark writes a record with these keys: {sorted(record)}")
+        found[kind].append(record)
+    return found
+
+
+def render(records: list[Record], commands: Sequence[str] = (), picture: str | None = None) -> str:
     """The report of records that share a date and a device, as Markdown."""
     first = records[0]
     title = f"# {first['device']}, {first['date'][:10]}"
@@ -150,15 +286,12 @@ def render(records: list[Record], commands: Sequence[str] = ()) -> str:
     lines = [title, "", where + ".", ""]
     if commands:
         lines += ["```", *commands, "```", ""]
-    kinds = (
-        (_emulated, [r for r in records if "implementation" in r and "network" in r]),
-        (_host, [r for r in records if r.get("host")]),
-        (_traces, [r for r in records if r.get("trace")]),
-        (_one_gpu, [r for r in records if r.get("one_gpu")]),
-    )
-    for write, chosen in kinds:
-        if chosen:
-            lines += write(chosen)
+    if picture is not None:
+        lines += [f"![The same in bars]({picture})", ""]
+    kinds = _sorted(records)
+    for key, write in _KINDS:
+        if kinds[key]:
+            lines += write(kinds[key])
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -181,7 +314,9 @@ def main(
             reports.setdefault(file_name(record), []).append(record)
     folder.mkdir(parents=True, exist_ok=True)
     for name, records in reports.items():
-        (folder / name).write_text(render(records, command or ()))
+        picture = Path(name).with_suffix(".png").name
+        drawn = picture if draw(records, folder / picture) else None
+        (folder / name).write_text(render(records, command or (), drawn))
         typer.echo(folder / name)
 
 
