@@ -28,8 +28,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scales all gradients so that their global norm is at most ``max_norm``.
 
-    One norm and one scaling launch over the flat gradient shards and one all-reduce, without
-    waiting for the device on the host.
+    Without waiting for the device on the host, and with one all-reduce. On a GPU with Triton and
+    ``YA_FSDP_TRITON_CLIP=1``, fp32 gradients are read by one kernel and scaled by another.
 
     Args:
         model: A sharded model whose backward has run.

@@ -19,6 +19,11 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def with_kernels_for_clipping(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("YA_FSDP_TRITON_CLIP", "1")
+
+
 def test_clipping_is_two_launches_and_one_all_reduce_and_nobody_waits() -> None:
     job = Job(models.config_of("tiny"), 1, 8, 64, torch.device("cuda", 0))
     try:

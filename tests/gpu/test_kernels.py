@@ -16,6 +16,12 @@ pytestmark = [
     ),
 ]
 
+
+@pytest.fixture(autouse=True)
+def with_kernels_for_clipping(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("YA_FSDP_TRITON_CLIP", "1")
+
+
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
