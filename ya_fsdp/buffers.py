@@ -24,6 +24,11 @@ def aligned(num_bytes: int) -> int:
     return (num_bytes + SLOT_ALIGNMENT - 1) // SLOT_ALIGNMENT * SLOT_ALIGNMENT
 
 
+def same_memory(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors are views of one allocation."""
+    return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+
+
 class Slot:
     """One persistent buffer of bytes, leased by one holder at a time.
 
@@ -81,7 +86,7 @@ class Slot:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor's elements lie in the slot."""
-        return tensor.untyped_storage().data_ptr() == self.buffer.untyped_storage().data_ptr()
+        return same_memory(tensor, self.buffer)
 
     @property
     def resident_bytes(self) -> int:

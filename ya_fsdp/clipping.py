@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,6 @@ from torch import Tensor, nn
 from . import _torch, kernels
 from .build import units_of
 from .checks import check_not_negative, check_type
-from .grad_shard import FlatPiece
 from .group import ParamGroup
 from .ragged import RaggedShardDTensor
 from .unit import Unit
@@ -79,10 +79,7 @@ def clip_grad_norm_(
         parts.setdefault(((), pg), [])  # ranks without gradients take part
     with torch.no_grad():
         total = _norm_of(parts, norm_type, device or torch.device("cpu"))
-        scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        grads = [grad for part in parts.values() for grad in part]
-        if grads:
-            _torch.foreach_mul_(grads, scale)
+        kernels.scale_from_norm([grad for part in parts.values() for grad in part], total, max_norm)
     return total
 
 
@@ -156,23 +153,11 @@ def _grads_by_groups(group: ParamGroup) -> Iterator[tuple[Groups, list[Tensor]]]
         yield (group.mesh_info.shard_group,), grads_of(group)
         return
     # Some may be the same on all ranks of their own axes, and some are not.
-    rank, shard = group.mesh_info.shard_rank, group.grads.shard
-    for index, param in enumerate(group.params):
+    for param in group.params:
         sharded = param.sharded
         assert isinstance(sharded, RaggedShardDTensor)
-        if shard.pieces:
-            start, end = group.layout.local_range(rank, index)
-            held = [p for p in shard.pieces if index in p.members and p.param.grad is not None]
-            grads = [_window(p, start, end) for p in held]
-        else:
-            grads = [] if sharded.grad is None else [sharded.grad.to_local()]
-        yield sharded.groups, grads
-
-
-def _window(piece: FlatPiece, start: int, end: int) -> Tensor:
-    """Elements ``start`` to ``end`` of a shard in the gradient of a flat parameter."""
-    assert piece.param.grad is not None
-    return piece.param.grad[start - piece.start : end - piece.start]
+        grad: Any = sharded.grad  # of a member of a flat parameter: a view of its part
+        yield sharded.groups, [] if grad is None else [grad.to_local()]
 
 
 def local_power(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _torch
+from .buffers import same_memory
 from .collectives import Collectives, DivideFactors, divide_factors, dividing
 from .grad_shard import GradShard
 from .layout import ShardLayout
@@ -266,8 +267,7 @@ class GroupGradients:
             out.add_(self.partial)
             self.partial = None
         if self._stays_partial:
-            in_slot = out.untyped_storage().data_ptr() == reduce_input.untyped_storage().data_ptr()
-            self.partial = out.clone() if in_slot else out
+            self.partial = out.clone() if same_memory(out, reduce_input) else out
             return None
         if self.mesh_info.outer_size > 1:
             return out

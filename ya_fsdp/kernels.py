@@ -121,9 +121,14 @@ def scale_to_norm(tensors: list[Tensor], squares: Tensor, max_norm: float) -> Te
     if tables is not None:
         return tables.scale_to_norm(tensors, squares, max_norm)  # type: ignore[no-any-return]
     norm = squares.sum().sqrt()
+    scale_from_norm(tensors, norm, max_norm)
+    return norm
+
+
+def scale_from_norm(tensors: list[Tensor], norm: Tensor, max_norm: float | Tensor) -> None:
+    """Scales tensors in place by what takes ``norm``, 0-dim, to ``max_norm`` at most."""
     if tensors:
         _torch.foreach_mul_(tensors, (max_norm / (norm + 1e-6)).clamp(max=1.0))
-    return norm
 
 
 def _tables(device: torch.device) -> Any:

@@ -53,34 +53,14 @@ _HARMLESS = {
 optimizer that holds one by mistake asks for that first)."""
 
 
-class ReleasedParameter(nn.Parameter):
-    """The class an unsharded parameter wears while its memory belongs to somebody else.
+class _Released:
+    """What an unsharded parameter's class adds while its memory belongs to somebody else.
 
     Switching ``__class__`` costs tens of nanoseconds; every torch function that would read the
     values is refused here, so a stale read can not go unnoticed.
     """
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Refuses every function that reads values and names the parameter."""
-        return _harmless_only(func, args, kwargs or {})
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Names the parameter without touching its values."""
-        fqn = getattr(self, "_ya_fsdp_fqn", "?")
-        return f"ReleasedParameter('{fqn}', shape={tuple(self.shape)})"
-
-
-class ReleasedDTensor(DTensor):
-    """What :class:`ReleasedParameter` is, for a parameter that is a DTensor on other axes."""
-
-    # One that changes classes must not get attributes that DTensor has no place for.
+    # What changes classes must not get attributes that the other class has no place for.
     __slots__ = ()
 
     @classmethod
@@ -92,36 +72,49 @@ class ReleasedDTensor(DTensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Refuses every function that reads values and names the parameter."""
-        return _harmless_only(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        if func in _HARMLESS:
+            with _torch.without_torch_function():
+                return func(*args, **kwargs)
+        fqn = "?"
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, _Released):
+                fqn = getattr(value, "_ya_fsdp_fqn", "?")
+        raise RuntimeError(
+            f"parameter '{fqn}' was read by {getattr(func, '__name__', func)} after it was "
+            "resharded: its memory now belongs to other parameters. Read it inside the forward of "
+            "the module that owns it, call module.unshard() before reading, or use "
+            "set_reshard_after_forward(False) on that module."
+        )
 
-    __repr__ = ReleasedParameter.__repr__
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        """Names the parameter without touching its values."""
+        this: Any = self
+        fqn = getattr(self, "_ya_fsdp_fqn", "?")
+        return f"ReleasedParameter('{fqn}', shape={tuple(this.shape)})"
 
 
-def _harmless_only(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if func in _HARMLESS:
-        with _torch.without_torch_function():
-            return func(*args, **kwargs)
-    fqn = "?"
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, (ReleasedParameter, ReleasedDTensor)):
-            fqn = getattr(value, "_ya_fsdp_fqn", "?")
-    raise RuntimeError(
-        f"parameter '{fqn}' was read by {getattr(func, '__name__', func)} after it was "
-        "resharded: its memory now belongs to other parameters. Read it inside the forward of "
-        "the module that owns it, call module.unshard() before reading, or use "
-        "set_reshard_after_forward(False) on that module."
-    )
+class ReleasedParameter(_Released, nn.Parameter):  # type: ignore[misc]  # torch types no repr
+    """The class of a released parameter."""
+
+
+class ReleasedDTensor(_Released, DTensor):  # type: ignore[misc]
+    """The class of a released parameter that is a DTensor on other axes."""
+
+    __slots__ = ()
 
 
 _GRADIENT_ACCESS = {_torch.getter("grad"), _torch.setter("grad"), _torch.deleter("grad")}
 
 
-class ReplacedParameter(nn.Parameter):
-    """The class of a whole parameter whose place in the model a sharded one has taken.
+class _Replaced:
+    """What the class of a whole parameter adds whose place in the model a sharded one has taken.
 
     An optimizer, or a list for gradient clipping, made before ``fully_shard`` holds such objects
     and would do nothing in silence. All of them ask for ``.grad``, so that is refused.
     """
+
+    __slots__ = ()
 
     @classmethod
     def __torch_function__(
@@ -132,7 +125,19 @@ class ReplacedParameter(nn.Parameter):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Refuses to give or take a gradient."""
-        return _values_only(func, args, kwargs or {})
+        if func in _GRADIENT_ACCESS:
+            raise RuntimeError(
+                f"parameter '{getattr(args[0], TAKEN, '?')}' was replaced by fully_shard (or by a "
+                "later call of flat_parameters), so this object gets no gradients any more. Build "
+                "the optimizer (and every list of parameters) from model.parameters() after "
+                "fully_shard."
+            )
+        with _torch.without_torch_function():
+            return func(*args, **(kwargs or {}))
+
+
+class ReplacedParameter(_Replaced, nn.Parameter):
+    """The class of a replaced parameter."""
 
     @classmethod
     def mark(cls, original: nn.Parameter, fqn: str) -> None:
@@ -145,32 +150,10 @@ class ReplacedParameter(nn.Parameter):
             original.__class__ = ReplacedDTensor  # type: ignore[assignment]
 
 
-class ReplacedDTensor(DTensor):
-    """What :class:`ReplacedParameter` is, for a parameter that is a DTensor on other axes."""
+class ReplacedDTensor(_Replaced, DTensor):
+    """The class of a replaced parameter that is a DTensor on other axes."""
 
     __slots__ = ()
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Refuses to give or take a gradient."""
-        return _values_only(func, args, kwargs or {})
-
-
-def _values_only(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if func in _GRADIENT_ACCESS:
-        raise RuntimeError(
-            f"parameter '{getattr(args[0], TAKEN, '?')}' was replaced by fully_shard (or by a "
-            "later call of flat_parameters), so this object gets no gradients any more. Build the "
-            "optimizer (and every list of parameters) from model.parameters() after fully_shard."
-        )
-    with _torch.without_torch_function():
-        return func(*args, **kwargs)
 
 
 class SetattrTable(dict[str, "nn.Parameter | None"]):

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import _torch
 from ..clipping import grads_of, local_power, reduced
 from ..group import ParamGroup
+from ..kernels import scale_from_norm
 from .arguments import Ranks
 
 
@@ -48,7 +48,5 @@ def clip_with_model_parallel(
         # must not.
         copies = dist.get_world_size(ranks.model)
         total = (parts[0] + parts[1] / copies).pow(1.0 / norm_type)
-    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    if grads := of_split + of_norms:
-        _torch.foreach_mul_(grads, scale)
+    scale_from_norm(of_split + of_norms, total, max_norm)
     return total

@@ -272,12 +272,6 @@ class YaFSDP(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets gradients, and begins the count of backward passes anew."""
-        for param in (self._flat or {}).values():
-            if param.grad is not None:
-                if set_to_none:
-                    param.grad = None
-                else:
-                    param.grad.zero_()
         self._module.zero_grad(set_to_none)
         self._backwards = 0
         if not self._quiet:
