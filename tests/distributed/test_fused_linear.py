@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.distributed.leftovers import tensors, tensors_once_released
 from tests.distributed.models import (
     WIDTH,
     assert_none_stale,
@@ -396,13 +396,13 @@ def test_a_gradient_asked_for_inside_forward_is_returned(pool: WorkerPool) -> No
 
 def memory(rank: int, world: int) -> None:
     fused, _, _ = two_ways(Net, "children", "fp32")
-    counts = []
-    for step in range(4):
+    found: list[tuple[int, int]] = []
+    for step in range(8):
         loss(fused, inputs(world, seed=step)[rank]).backward()
         fused.zero_grad()
-        gc.collect()
-        counts.append(sum(isinstance(o, Tensor) for o in gc.get_objects()))
-    assert counts[3] == counts[2]
+        found.append(tensors_once_released(found[2]) if step > 2 else tensors())
+    assert found[-1][0] <= found[2][0], found
+    assert found[-1][1] <= found[2][1], found
 
 
 def test_nothing_grows_from_step_to_step(world2: WorkerPool) -> None:
