@@ -37,3 +37,17 @@ def world3() -> Iterator[WorkerPool]:
 def world4() -> Iterator[WorkerPool]:
     """Four processes in one group, started once for the test file."""
     yield from _pool(4)
+
+
+@pytest.fixture(params=[2, 3], ids=["2 ranks", "3 ranks"])
+def pool(request: pytest.FixtureRequest) -> WorkerPool:
+    """Two processes, then three."""
+    found: WorkerPool = request.getfixturevalue(f"world{request.param}")
+    return found
+
+
+@pytest.fixture(params=[1, 2, 3], ids=["1 rank", "2 ranks", "3 ranks"])
+def any_pool(request: pytest.FixtureRequest) -> WorkerPool:
+    """One process, then two, then three."""
+    found: WorkerPool = request.getfixturevalue(f"world{request.param}")
+    return found

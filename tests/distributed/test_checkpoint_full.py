@@ -43,11 +43,6 @@ from ya_fsdp.ragged import FlatRaggedShard
 CUTS = ["row", "element", "auto"]
 
 
-@pytest.fixture(params=[1, 2, 3], ids=["1 rank", "2 ranks", "3 ranks"])
-def pool(request: pytest.FixtureRequest) -> WorkerPool:
-    return request.getfixturevalue(f"world{request.param}")
-
-
 # ---- out ---------------------------------------------------------------------------------------
 
 
@@ -104,9 +99,9 @@ def gather(rank: int, world_size: int, cut: str) -> None:
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_a_full_state_dict_is_the_plain_models_and_shares_no_memory(
-    pool: WorkerPool, cut: str
+    any_pool: WorkerPool, cut: str
 ) -> None:
-    pool.run(gather, cut)
+    any_pool.run(gather, cut)
 
 
 def gather_by_torch(rank: int, world_size: int, cut: str) -> None:
@@ -194,8 +189,8 @@ def spread(rank: int, world_size: int, cut: str) -> None:
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_what_the_first_rank_has_reaches_every_ranks_pieces(pool: WorkerPool, cut: str) -> None:
-    pool.run(spread, cut)
+def test_what_the_first_rank_has_reaches_every_ranks_pieces(any_pool: WorkerPool, cut: str) -> None:
+    any_pool.run(spread, cut)
 
 
 def half(rank: int, world_size: int) -> None:
@@ -290,8 +285,8 @@ def direct(rank: int, world_size: int, cut: str) -> None:
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_load_state_dict_takes_a_plain_full_state_dict(pool: WorkerPool, cut: str) -> None:
-    pool.run(direct, cut)
+def test_load_state_dict_takes_a_plain_full_state_dict(any_pool: WorkerPool, cut: str) -> None:
+    any_pool.run(direct, cut)
 
 
 def spread_by_torch(rank: int, world_size: int) -> None:
@@ -417,8 +412,8 @@ def optimizer_out_and_in(rank: int, world_size: int) -> None:
     assert_near(wholes(other), wholes(plain))
 
 
-def test_a_full_optimizer_state_goes_out_and_in_and_training_goes_on(pool: WorkerPool) -> None:
-    pool.run(optimizer_out_and_in)
+def test_a_full_optimizer_state_goes_out_and_in_and_training_goes_on(any_pool: WorkerPool) -> None:
+    any_pool.run(optimizer_out_and_in)
 
 
 def before_first_step(rank: int, world_size: int) -> None:

@@ -28,11 +28,6 @@ from ya_fsdp.checkpoint import CheckpointError, safetensors_files
 INDEX = "model.safetensors.index.json"
 
 
-@pytest.fixture(params=[1, 2, 3], ids=["1 rank", "2 ranks", "3 ranks"])
-def pool(request: pytest.FixtureRequest) -> WorkerPool:
-    return request.getfixturevalue(f"world{request.param}")
-
-
 def source_tensors(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """What another program would have written: no second name of the tied weight."""
     state = plain_net(seed=5).to(dtype).state_dict()
@@ -65,14 +60,14 @@ def load_on(rank: int, world_size: int, places: list[str], cut: str) -> None:
 
 @pytest.mark.parametrize("cut", ["row", "element"])
 def test_a_model_is_filled_from_a_file_an_index_or_a_folder(
-    pool: WorkerPool, tmp_path: Path, cut: str
+    any_pool: WorkerPool, tmp_path: Path, cut: str
 ) -> None:
     (tmp_path / "many").mkdir()
     (tmp_path / "one").mkdir()
     write_sharded(tmp_path / "many", source_tensors(), 3)
     save_file(source_tensors(), str(tmp_path / "one" / "anything.safetensors"))
     places = ["many", f"many/{INDEX}", "one", "one/anything.safetensors"]
-    pool.run(load_on, [str(tmp_path / place) for place in places], cut)
+    any_pool.run(load_on, [str(tmp_path / place) for place in places], cut)
 
 
 def counted(rank: int, world_size: int, file: str, cut: str) -> int:
@@ -104,10 +99,10 @@ def counted(rank: int, world_size: int, file: str, cut: str) -> int:
 
 @pytest.mark.parametrize("cut", ["row", "element"])
 def test_a_rank_reads_the_elements_that_it_owns_and_no_other(
-    pool: WorkerPool, tmp_path: Path, cut: str
+    any_pool: WorkerPool, tmp_path: Path, cut: str
 ) -> None:
     save_file(source_tensors(), str(tmp_path / "model.safetensors"))
-    owned = pool.run(counted, str(tmp_path), cut)
+    owned = any_pool.run(counted, str(tmp_path), cut)
     assert sum(owned) == sum(parameter.numel() for parameter in plain_net().parameters())
 
 
@@ -219,8 +214,8 @@ def save_on(rank: int, world_size: int, folder: str, size: Any, cut: str) -> Non
 
 
 @pytest.mark.parametrize("cut", ["row", "element"])
-def test_a_small_model_becomes_one_file(pool: WorkerPool, tmp_path: Path, cut: str) -> None:
-    pool.run(save_on, str(tmp_path), "5GB", cut)
+def test_a_small_model_becomes_one_file(any_pool: WorkerPool, tmp_path: Path, cut: str) -> None:
+    any_pool.run(save_on, str(tmp_path), "5GB", cut)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
     written = load_file(tmp_path / "model.safetensors")
     assert_same(dict(sorted(written.items())), dict(sorted(source_tensors().items())))

@@ -114,11 +114,6 @@ if uses_nccl():  # then "c10d" is NCCL, and these have what they need
     BACKENDS["recording symmetric"] = lambda: RecordingCollectives(symmetric_memory())
 
 
-@pytest.fixture(params=[2, 3], ids=["2 ranks", "3 ranks"])
-def pool(request: pytest.FixtureRequest) -> WorkerPool:
-    return request.getfixturevalue(f"world{request.param}")
-
-
 def contributions(world: int, numel: int, dtype: torch.dtype) -> Tensor:
     """Small whole numbers, whose sums are exact in any order and dtype; shape (world, numel)."""
     generator = torch.Generator().manual_seed(numel)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,11 +14,6 @@ from ya_fsdp import MixedPrecisionPolicy, fully_shard
 from ya_fsdp.collectives import C10dCollectives, RecordingCollectives
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-
-@pytest.fixture(params=[1, 2, 3], ids=["1 rank", "2 ranks", "3 ranks"])
-def pool(request: pytest.FixtureRequest) -> WorkerPool:
-    return request.getfixturevalue(f"world{request.param}")
 
 
 class Averaging(C10dCollectives):
@@ -92,8 +86,8 @@ def same_from_all_paths(rank: int, world: int) -> None:
                 )
 
 
-def test_gradients_are_the_same_however_they_are_divided(pool: WorkerPool) -> None:
-    pool.run(same_from_all_paths)
+def test_gradients_are_the_same_however_they_are_divided(any_pool: WorkerPool) -> None:
+    any_pool.run(same_from_all_paths)
 
 
 def fp16_range(rank: int, world: int) -> None:
@@ -108,8 +102,8 @@ def fp16_range(rank: int, world: int) -> None:
         torch.testing.assert_close(grad, torch.full_like(grad, value), atol=0, rtol=2**-9)
 
 
-def test_fp16_means_neither_overflow_nor_underflow(pool: WorkerPool) -> None:
-    pool.run(fp16_range)
+def test_fp16_means_neither_overflow_nor_underflow(any_pool: WorkerPool) -> None:
+    any_pool.run(fp16_range)
 
 
 def one_rank(rank: int, world: int) -> None:

@@ -36,11 +36,6 @@ SHARDS = {"leaf": leaf, "nested": nested, "root": root}
 DECAY = {"decay": {"weight_decay": 0.5}, "rest": {"weight_decay": 0.0}}
 
 
-@pytest.fixture(params=[2, 3], ids=["2 ranks", "3 ranks"])
-def pool(request: pytest.FixtureRequest) -> WorkerPool:
-    return request.getfixturevalue(f"world{request.param}")
-
-
 def by_dim(name: str, param: Tensor) -> str:
     return "decay" if param.ndim > 1 else "rest"
 

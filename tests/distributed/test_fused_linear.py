@@ -30,11 +30,6 @@ from ya_fsdp.build import state_of
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-@pytest.fixture(params=[1, 2, 3], ids=["1 rank", "2 ranks", "3 ranks"])
-def pool(request: pytest.FixtureRequest) -> WorkerPool:
-    return request.getfixturevalue(f"world{request.param}")
-
-
 class Layer(nn.Module):
     """Linear layers with and without bias, and a norm, which goes the ordinary way."""
 
@@ -213,8 +208,8 @@ def test_fused_gradients_equal_those_of_the_ordinary_way(
 
 
 @pytest.mark.parametrize("model", ["plain", "used by some"])
-def test_fused_gradients_are_right_on_any_number_of_ranks(pool: WorkerPool, model: str) -> None:
-    pool.run(equal, model, "fp32", "children")
+def test_fused_gradients_are_right_on_any_number_of_ranks(any_pool: WorkerPool, model: str) -> None:
+    any_pool.run(equal, model, "fp32", "children")
 
 
 def accumulate(rank: int, world: int, model: str, policy: str, quiet: bool) -> None:
@@ -285,8 +280,8 @@ def go_on(rank: int, world: int) -> None:
         assert_same_parameters(fused, plain)
 
 
-def test_training_goes_on_after_exceptions_and_evaluations(pool: WorkerPool) -> None:
-    pool.run(go_on)
+def test_training_goes_on_after_exceptions_and_evaluations(any_pool: WorkerPool) -> None:
+    any_pool.run(go_on)
 
 
 def leave_no_gradient(rank: int, world: int) -> None:
@@ -313,8 +308,8 @@ def leave_no_gradient(rank: int, world: int) -> None:
     assert sorted(written) == sorted(weights)
 
 
-def test_every_linear_weight_is_written_by_its_product(pool: WorkerPool) -> None:
-    pool.run(leave_no_gradient)
+def test_every_linear_weight_is_written_by_its_product(any_pool: WorkerPool) -> None:
+    any_pool.run(leave_no_gradient)
 
 
 class Own(nn.Linear):
@@ -344,8 +339,8 @@ def only_plain_linears(rank: int, world: int) -> None:
     assert_same_gradients(model, plain)
 
 
-def test_other_layers_and_autocast_go_the_ordinary_way(pool: WorkerPool) -> None:
-    pool.run(only_plain_linears)
+def test_other_layers_and_autocast_go_the_ordinary_way(any_pool: WorkerPool) -> None:
+    any_pool.run(only_plain_linears)
 
 
 def grad_calls(rank: int, world: int) -> None:
@@ -360,8 +355,8 @@ def grad_calls(rank: int, world: int) -> None:
     assert_same_gradients(fused, plain)
 
 
-def test_gradients_of_inputs_alone_leave_parameters_as_they_were(pool: WorkerPool) -> None:
-    pool.run(grad_calls)
+def test_gradients_of_inputs_alone_leave_parameters_as_they_were(any_pool: WorkerPool) -> None:
+    any_pool.run(grad_calls)
 
 
 class Penalised(nn.Module):
@@ -390,8 +385,8 @@ def ask_inside(rank: int, world: int) -> None:
     assert_same_gradients(fused, plain)
 
 
-def test_a_gradient_asked_for_inside_forward_is_returned(pool: WorkerPool) -> None:
-    pool.run(ask_inside)
+def test_a_gradient_asked_for_inside_forward_is_returned(any_pool: WorkerPool) -> None:
+    any_pool.run(ask_inside)
 
 
 def memory(rank: int, world: int) -> None:

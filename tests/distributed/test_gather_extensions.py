@@ -23,11 +23,6 @@ BF16, FP32, INT8 = torch.bfloat16, torch.float32, torch.int8
 aten = torch.ops.aten
 
 
-@pytest.fixture(params=[1, 2, 3], ids=["1 rank", "2 ranks", "3 ranks"])
-def pool(request: pytest.FixtureRequest) -> WorkerPool:
-    return request.getfixturevalue(f"world{request.param}")
-
-
 class Scaled(Tensor):
     """Sent as int8 with one scale for all ranks; unsharded memory is its own."""
 
@@ -232,9 +227,9 @@ def train(rank: int, world: int, kind: Any, reshard: bool) -> None:
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("kind", [scaled, two_parts, passing])
 def test_gradients_are_those_of_a_model_with_the_weights_that_arrive(
-    pool: WorkerPool, kind: Any, reshard: bool
+    any_pool: WorkerPool, kind: Any, reshard: bool
 ) -> None:
-    pool.run(train, kind, reshard)
+    any_pool.run(train, kind, reshard)
 
 
 def beside_torch(rank: int, world: int) -> None:
@@ -276,10 +271,10 @@ def traffic(rank: int, world: int) -> None:
         assert torch.equal(full(state[name]), value), "checkpoints hold the masters"
 
 
-def test_several_dtypes_travel_in_one_module(pool: WorkerPool) -> None:
-    if pool.world_size == 1:
+def test_several_dtypes_travel_in_one_module(any_pool: WorkerPool) -> None:
+    if any_pool.world_size == 1:
         pytest.skip("one rank sends nothing")
-    pool.run(traffic)
+    any_pool.run(traffic)
 
 
 class Wide(nn.Parameter):

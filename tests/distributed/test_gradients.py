@@ -38,11 +38,6 @@ from ya_fsdp.build import groups_of
 from ya_fsdp.collectives import C10dCollectives
 
 
-@pytest.fixture(params=[2, 3], ids=["2 ranks", "3 ranks"])
-def pool(request: pytest.FixtureRequest) -> WorkerPool:
-    return request.getfixturevalue(f"world{request.param}")
-
-
 @contextmanager
 def counted() -> Iterator[dict[str, int]]:
     """Counts what goes over the wire inside."""

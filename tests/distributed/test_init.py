@@ -33,11 +33,6 @@ from ya_fsdp import RaggedShardDTensor, fully_shard
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(params=[2, 3], ids=["2 ranks", "3 ranks"])
-def pool(request: pytest.FixtureRequest) -> WorkerPool:
-    return request.getfixturevalue(f"world{request.param}")
-
-
 # ---- meta device ---------------------------------------------------------------------------------
 
 

@@ -29,11 +29,6 @@ from ya_fsdp import MixedPrecisionPolicy, fully_shard
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-@pytest.fixture(params=[2, 3], ids=["2 ranks", "3 ranks"])
-def pool(request: pytest.FixtureRequest) -> WorkerPool:
-    return request.getfixturevalue(f"world{request.param}")
-
-
 def low_gradients(reference: Any, x: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     """One rank's gradients of a copy of the reference in another dtype."""
     low = copy.deepcopy(reference).to(dtype)

@@ -32,11 +32,6 @@ from tests.harness import WorkerPool, test_device
 from ya_fsdp import RaggedShardDTensor, fully_shard
 
 
-@pytest.fixture(params=[2, 3], ids=["2 ranks", "3 ranks"])
-def pool(request: pytest.FixtureRequest) -> WorkerPool:
-    return request.getfixturevalue(f"world{request.param}")
-
-
 def steps(rank: int, world: int, model: Any, reference: Any, count: int = 2, **kw: Any) -> None:
     optimizers = sgd_pair(model, reference)
     for step in range(count):

@@ -21,11 +21,6 @@ FP8, INT8 = torch.float8_e4m3fn, torch.int8
 WIDTH = 32
 
 
-@pytest.fixture(params=[2, 3], ids=["2 ranks", "3 ranks"])
-def pool(request: pytest.FixtureRequest) -> WorkerPool:
-    return request.getfixturevalue(f"world{request.param}")
-
-
 class Net(nn.Module):
     """Weights of multiples of 256 elements, so that the shard's blocks are the weights' own."""
 

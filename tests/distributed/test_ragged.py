@@ -28,11 +28,6 @@ with_stock_dtensors = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(params=[2, 3], ids=["2 ranks", "3 ranks"])
-def pool(request: pytest.FixtureRequest) -> WorkerPool:
-    return request.getfixturevalue(f"world{request.param}")
-
-
 def line(world_size: int) -> DeviceMesh:
     return init_device_mesh("cpu", (world_size,))
 

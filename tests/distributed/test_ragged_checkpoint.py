@@ -37,11 +37,6 @@ with_torchs_helpers = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(params=[2, 3], ids=["2 ranks", "3 ranks"])
-def pool(request: pytest.FixtureRequest) -> WorkerPool:
-    return request.getfixturevalue(f"world{request.param}")
-
-
 def cut(full: torch.Tensor, mesh: DeviceMesh, how: str) -> RaggedShardDTensor:
     if how != "lopsided":
         return distribute_ragged(full, mesh, how)  # type: ignore[arg-type]

@@ -34,11 +34,6 @@ from ya_fsdp import fully_shard
 from ya_fsdp.debug import memory_report
 
 
-@pytest.fixture(params=[2, 3], ids=["2 ranks", "3 ranks"])
-def pool(request: pytest.FixtureRequest) -> WorkerPool:
-    return request.getfixturevalue(f"world{request.param}")
-
-
 class OutOfMemory(RuntimeError):
     """What the user's code raises."""
 

@@ -23,11 +23,6 @@ from tests.harness import WorkerPool
 from ya_fsdp import set_reduce_unused
 
 
-@pytest.fixture(params=[2, 3], ids=["2 ranks", "3 ranks"])
-def pool(request: pytest.FixtureRequest) -> WorkerPool:
-    return request.getfixturevalue(f"world{request.param}")
-
-
 class Skipping(MLP):
     """Runs only the layers it is told to."""
 

@@ -36,11 +36,6 @@ from ya_fsdp.build import schedule_of
 from ya_fsdp.collectives import C10dCollectives
 
 
-@pytest.fixture(params=[2, 3], ids=["2 ranks", "3 ranks"])
-def pool(request: pytest.FixtureRequest) -> WorkerPool:
-    return request.getfixturevalue(f"world{request.param}")
-
-
 class Recorder(C10dCollectives):
     """Notes every collective and passes it on."""
 

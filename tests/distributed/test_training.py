@@ -35,11 +35,6 @@ from tests.harness import WorkerPool, test_device
 from ya_fsdp import fully_shard
 
 
-@pytest.fixture(params=[2, 3], ids=["2 ranks", "3 ranks"])
-def pool(request: pytest.FixtureRequest) -> WorkerPool:
-    return request.getfixturevalue(f"world{request.param}")
-
-
 def train(
     rank: int,
     world_size: int,

@@ -102,11 +102,6 @@ def assert_same_weights(model: YaFSDP, reference: nn.Module) -> None:
         assert whole == {}
 
 
-@pytest.fixture(params=[2, 3], ids=["2 ranks", "3 ranks"])
-def pool(request: pytest.FixtureRequest) -> WorkerPool:
-    return request.getfixturevalue(f"world{request.param}")
-
-
 # ---- training ------------------------------------------------------------------------------------
 
 
