@@ -1,7 +1,7 @@
 """Host time per group and step, over an emulated network that costs nothing.
 
-    python3 -m benchmarks.host --device cpu
-    python3 -m benchmarks.host --device cuda --profile "fsdp2 ours"
+    python3 -m benchmarks.host
+    python3 -m benchmarks.host --profile "fsdp2 ours"
 
 The model is 96 narrow layers, so that Python is what limits it; on a CPU the layers are narrower
 still, since compute there is host time too. Totals are measured without instrumentation; the split
@@ -313,7 +313,7 @@ def _print(record: dict[str, Any]) -> None:
 
 def main(
     impls: Annotated[str, typer.Option(help="Implementations.")] = "plain fsdp2 ours",
-    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    device: Annotated[str, typer.Option(help="cuda or cpu; cuda where there is one.")] = "",
     model: Annotated[str, typer.Option(help="Model of benchmarks/models.py.")] = "narrow",
     sequence: Annotated[int | None, typer.Option(help="Tokens; 256, or 8 on a CPU.")] = None,
     width: Annotated[int | None, typer.Option(help="Scale to this width; 32 on a CPU.")] = None,
@@ -327,6 +327,7 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Append JSON lines here.")] = None,
 ) -> None:
     """Measure host time and print its split."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     on_cpu = device == "cpu"
     if on_cpu:
         torch.set_num_threads(1)
