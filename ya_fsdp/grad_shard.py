@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import _torch
+from .flat_gradient import FlatGradient
 from .layout import ShardLayout
 from .mesh import MeshInfo
 from .param import ReplacedParameter, ShardedParam
@@ -189,11 +191,22 @@ class GradShard:
             flat = torch.empty(self.layout.shard_numel, dtype=dtype, device=device)
             self._flat = flat
             if self.pieces:
-                self._local = [flat[p.start : p.end] for p in self.pieces]
+                groups = self._groups()
+                self._local = [
+                    FlatGradient.mark(flat[p.start : p.end], groups) for p in self.pieces
+                ]
                 self._objects = self._local
             else:
                 self._local, self._objects = self._make_ragged(flat)
             self._uses = _torch.storage_use_count(flat)
+
+    def _groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Process groups over whose ranks the gradients are cut, axes of their own included."""
+        found: dict[dist.ProcessGroup, None] = {}
+        for param in self.params:
+            assert isinstance(param.sharded, RaggedShardDTensor)
+            found.update(dict.fromkeys(param.sharded.groups))
+        return tuple(found)
 
     def _make_ragged(self, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         info = self.mesh_info

@@ -21,7 +21,7 @@ from tests.distributed.models import (
     reference_backward,
     root,
 )
-from tests.harness import WorkerPool
+from tests.harness import WorkerPool, test_device
 from ya_fsdp import (
     clip_grad_norm_,
     flat_optimizer_state_dict,
@@ -30,7 +30,6 @@ from ya_fsdp import (
     persistent_buffers,
     set_communication_sms,
 )
-from ya_fsdp.graph import WARMUP_STEPS, capture_step
 
 SHARDS = {"leaf": leaf, "nested": nested, "root": root}
 DECAY = {"decay": {"weight_decay": 0.5}, "rest": {"weight_decay": 0.0}}
@@ -176,31 +175,61 @@ def test_flat_parameters_refuse_half_a_grouping(pool: WorkerPool) -> None:
     pool.run(wrong_groups)
 
 
-def whole_steps(rank: int, world: int) -> None:
+def one_rank_overflows(rank: int, world: int, **options: Any) -> None:
     model, reference = pair(MLP, nested)
-    mine = torch.optim.AdamW(flat_parameters(model), lr=1e-2)
+    mine = torch.optim.AdamW(flat_parameters(model), lr=1e-2, **options)
     theirs = torch.optim.AdamW(reference.parameters(), lr=1e-2)
-    step = capture_step(model, mine, loss, accumulation=2, clip=0.1)
-    for index in range(WARMUP_STEPS + 2):
-        parts = [inputs(world, seed=2 * index), inputs(world, seed=2 * index + 1)]
-        value = step([part[rank] for part in parts])
-        expected = sum(loss(reference, part[rank]).item() for part in parts) / 2
-        assert value.item() == pytest.approx(expected, abs=1e-5)
-        for part in parts:
-            for x in part:
-                (loss(reference, x) / (2 * world)).backward()
-        nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
-        theirs.step()
+    scaler = torch.amp.GradScaler(test_device().type, init_scale=1024.0, growth_interval=100)
+    for step in range(4):
+        x = inputs(world, seed=step)
+        scaler.scale(loss(model, x[rank])).backward()
+        if step == 1 and rank == 0:
+            largest = max(mine.param_groups[0]["params"], key=lambda p: p.numel())
+            largest.grad[0] = float("inf")
+        if step == 2:
+            scaler.unscale_(mine)
+        scaler.step(mine)
+        scaler.update()
+        mine.zero_grad()
+        assert scaler.get_scale() == (1024.0 if step == 0 else 512.0)
+        reference_backward(reference, x)
+        if step != 1:
+            theirs.step()
         theirs.zero_grad()
         assert_same_parameters(model, reference)
-    if next(model.parameters()).is_cuda:
-        assert step.captures == 1
-    else:
-        assert step.eager_steps == WARMUP_STEPS + 2
 
 
-def test_a_whole_step_equals_its_parts_run_by_hand(pool: WorkerPool) -> None:
-    pool.run(whole_steps)
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=str)
+def test_an_overflow_on_one_rank_skips_the_step_of_flat_parameters_on_all(
+    pool: WorkerPool, options: dict[str, Any]
+) -> None:
+    pool.run(one_rank_overflows, **options)
+
+
+def norms_of_torch(rank: int, world: int) -> None:
+    model, reference = pair(MLP, nested)
+    flat = flat_parameters(model)
+    x = inputs(world)
+    loss(model, x[rank]).backward()
+    reference_backward(reference, x)
+    before = [full(p.grad) for p in model.parameters()]
+    for foreach in (True, False):
+        with pytest.raises(RuntimeError, match=r"ya_fsdp\.clip_grad_norm_"):
+            nn.utils.clip_grad_norm_(flat, 0.05, foreach=foreach)
+    with pytest.raises(RuntimeError, match="another number on every rank"):
+        flat[0].grad.norm()
+    for grad, p in zip(before, model.parameters(), strict=True):
+        assert torch.equal(grad, full(p.grad))
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    torch.testing.assert_close(full(norm), nn.utils.clip_grad_norm_(reference.parameters(), 0.05))
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(full(p.grad), q.grad)
+
+
+def test_torchs_clipping_is_right_over_the_model_and_refused_over_flat_parameters(
+    pool: WorkerPool,
+) -> None:
+    pool.run(norms_of_torch)
 
 
 def nothing_to_set(rank: int, world: int) -> None:

@@ -44,6 +44,7 @@ FLOORS = {
     "extensions": 2,
     "gradients": 2,
     "grad_shard": 2,
+    "flat_gradient": 0,
     "param": 2,
     "tensor_parallel": 2,
     "mesh": 1,
