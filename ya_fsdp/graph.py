@@ -7,7 +7,7 @@ host, so that a step can be captured once and replayed: the host then pays one l
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,14 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from ya_fsdp import clip_grad_norm_, map_tensors, persistent_buffers, tensors_in
+from ya_fsdp import _torch_amp, clip_grad_norm_, map_tensors, persistent_buffers, tensors_in
 
 logger = logging.getLogger("ya_fsdp")
 
 LossFn = Callable[[nn.Module, Any], Tensor]
-Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+Signature = tuple[Shapes, Hashable]
 
 WARMUP_STEPS = 3
+
+_CONSTANTS = (bool, int, float, str, tuple)
 
 
 class CaptureError(RuntimeError):
@@ -33,7 +36,9 @@ class CapturedStep:
     """What :func:`capture_step` returns: call it with a batch, get the step's loss.
 
     The first ``WARMUP_STEPS`` calls of a shape run eagerly (they are ordinary steps, in which
-    lazily made state comes into being), the next one captures, all later ones replay.
+    lazily made state comes into being), the next one captures, all later ones replay. A graph holds
+    what the optimizer keeps as numbers on the host (weight decay, betas, a learning rate that is no
+    tensor) and whether the model trains or evaluates; where these change, another is captured.
 
     Attributes:
         captures: Graphs made so far.
@@ -47,6 +52,7 @@ class CapturedStep:
         loss_fn: LossFn,
         accumulation: int,
         clip: float | None,
+        scaler: torch.amp.GradScaler | None,
         max_captures: int,
     ) -> None:
         self._model = model
@@ -54,10 +60,12 @@ class CapturedStep:
         self._loss_fn = loss_fn
         self._accumulation = accumulation
         self._clip = clip
+        self._scaler = scaler
         self._max_captures = max_captures
-        self._warm: dict[Signature, int] = {}
+        self._warm: dict[Shapes, int] = {}
         self._graphs: dict[Signature, _Graph] = {}
-        self._given_up: set[Signature] = set()
+        self._given_up: set[Shapes] = set()
+        self._full = False
         self.captures = 0
         self.eager_steps = 0
 
@@ -78,30 +86,43 @@ class CapturedStep:
                 f"the step was made with accumulation={self._accumulation}, but the batch is a "
                 f"list of {len(batch)}"
             )
-        signature = _signature(batch)
+        shapes = _shapes(batch)
+        signature = (shapes, (self._model.training, _settings(self._optimizer)))
         graph = self._graphs.get(signature)
         if graph is not None:
             return graph.replay(batch)
-        warm = self._warm.get(signature, 0)
-        if not self._can_capture(signature) or warm < WARMUP_STEPS:
-            self._warm[signature] = warm + 1
+        warm = self._warm.get(shapes, 0)
+        if warm < WARMUP_STEPS or not self._can_capture(shapes):
+            self._warm[shapes] = warm + 1
             self.eager_steps += 1
             return self._step(batch)
         try:
             graph = _Graph(self._step, self._model, batch)
         except CaptureError as error:
-            self._given_up.add(signature)
+            self._given_up.add(shapes)
             logger.warning("%s; steps of this shape run eagerly", error)
             self._optimizer.zero_grad(set_to_none=True)
+            if self._scaler is not None:
+                _torch_amp.forget_scaler_step(self._scaler, self._optimizer)
             return self(batch)
         self._graphs[signature] = graph
         self.captures += 1
         return graph.replay(batch)
 
-    def _can_capture(self, signature: Signature) -> bool:
-        on_cuda = any(p.is_cuda for p in self._model.parameters())
-        room = len(self._graphs) < self._max_captures
-        return on_cuda and room and signature not in self._given_up
+    def _can_capture(self, shapes: Shapes) -> bool:
+        if shapes in self._given_up or not any(p.is_cuda for p in self._model.parameters()):
+            return False
+        if len(self._graphs) < self._max_captures:
+            return True
+        if not self._full:
+            self._full = True
+            logger.warning(
+                "%d graphs are captured (max_captures); steps of other shapes, or with other "
+                "settings of the optimizer, run eagerly. Pad batches to a few shapes; give what "
+                "changes from step to step to an optimizer that has capturable=True as a tensor",
+                self._max_captures,
+            )
+        return False
 
     def _step(self, batch: Any) -> Tensor:
         self._optimizer.zero_grad(set_to_none=True)
@@ -109,11 +130,18 @@ class CapturedStep:
         total: Tensor | None = None
         for part in parts:
             loss = self._loss_fn(self._model, part) / self._accumulation
-            loss.backward()  # type: ignore[no-untyped-call]
+            scaled = loss if self._scaler is None else self._scaler.scale(loss)
+            scaled.backward()  # type: ignore[no-untyped-call]
             total = loss.detach() if total is None else total + loss.detach()
         if self._clip is not None:
+            if self._scaler is not None:
+                self._scaler.unscale_(self._optimizer)
             clip_grad_norm_(self._model, self._clip)
-        self._optimizer.step()
+        if self._scaler is None:
+            self._optimizer.step()
+        else:
+            self._scaler.step(self._optimizer)
+            self._scaler.update()
         assert total is not None
         return total
 
@@ -156,6 +184,7 @@ def capture_step(
     *,
     accumulation: int = 1,
     clip: float | None = None,
+    scaler: torch.amp.GradScaler | None = None,
     max_captures: int = 4,
 ) -> CapturedStep:
     """Makes ``step(batch) -> loss``, which replays a whole training step as one CUDA graph.
@@ -171,11 +200,14 @@ def capture_step(
         sample_batch: Not needed; a batch whose shape will be captured first.
         accumulation: Microbatches per step; ``batch`` is then a list of that many.
         clip: Clip the global gradient norm at this value.
+        scaler: For fp16; the loss returned is the one before scaling. On a GPU the optimizer has to
+            be one that skips a step on the device (``fused=True``).
         max_captures: How many shapes get a graph; further ones run eagerly.
 
     Raises:
         TypeError: If model, optimizer or loss function is something else.
-        ValueError: If ``accumulation`` or ``max_captures`` is less than 1.
+        ValueError: If ``accumulation`` or ``max_captures`` is less than 1, or the optimizer would
+            ask the host whether the scaler found an overflow.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a Module, got {model!r}")
@@ -183,14 +215,21 @@ def capture_step(
         raise TypeError(f"optimizer must be an Optimizer, got {optimizer!r}")
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function, got {loss_fn!r}")
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(f"scaler must be a GradScaler, got {scaler!r}")
     if accumulation < 1 or max_captures < 1:
         raise ValueError(
             f"accumulation and max_captures must be at least 1, got {accumulation}, {max_captures}"
         )
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if device.type == "cuda":
+        if scaler is not None and not _torch_amp.skips_steps_on_device(optimizer):
+            raise ValueError(
+                f"{type(optimizer).__name__} reads on the host whether gradients overflowed, which "
+                "a graph can not; make it with fused=True (Adam, AdamW, SGD and Adagrad have it)"
+            )
         make_capturable(optimizer, device)
-    return CapturedStep(model, optimizer, loss_fn, accumulation, clip, max_captures)
+    return CapturedStep(model, optimizer, loss_fn, accumulation, clip, scaler, max_captures)
 
 
 def make_capturable(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
@@ -208,8 +247,16 @@ def make_capturable(optimizer: torch.optim.Optimizer, device: torch.device) -> N
             state["step"] = step.to(device)
 
 
-def _signature(batch: Any) -> Signature:
+def _shapes(batch: Any) -> Shapes:
     return tuple((tuple(t.shape), t.dtype) for t in tensors_in(batch))
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> Hashable:
+    """What a graph of the optimizer's step holds as constants."""
+    return tuple(
+        tuple((name, value) for name, value in group.items() if isinstance(value, _CONSTANTS))
+        for group in optimizer.param_groups
+    )
 
 
 def _static_copy(tensor: Tensor) -> Tensor:

@@ -148,6 +148,11 @@ BAD: dict[str, Case] = {
         ValueError,
         "accumulation.*0",
     ),
+    "capture, scaler": (
+        lambda m, o: graph.capture_step(m, o, nowhere, scaler=1.0),  # type: ignore[arg-type]
+        TypeError,
+        "scaler.*1.0",
+    ),
     "full, no model": (lambda m, o: checkpoint.get_full_state_dict("m"), TypeError, "model.*'m'"),  # type: ignore[arg-type]
     "full, no dict": (
         lambda m, o: checkpoint.load_full_state_dict(m, "x"),  # type: ignore[arg-type]

@@ -72,6 +72,7 @@ FLOORS = {
     "scratch": 0,
     "triton_kernels": 0,
     "_torch": -1,
+    "_torch_amp": -1,
     "_torch_memory": -1,
     "_torch_mesh": -1,
     "_torch_watch": -1,
