@@ -4,7 +4,8 @@ from . import debug
 from ._version import __version__
 from .buffer_groups import set_buffer_groups
 from .clipping import clip_grad_norm_
-from .communication import persistent_buffers, set_communication_sms, set_reduce_unused
+from .communication import persistent_buffers, set_reduce_unused
+from .communication_sms import set_communication_sms
 from .flat import (
     flat_optimizer_state_dict,
     flat_parameters,

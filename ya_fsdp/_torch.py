@@ -274,6 +274,10 @@ def new_sharded_tensor(cls: Any, local: Tensor, spec: Any, requires_grad: bool) 
     return tensor
 
 
+unscale_and_find_overflow = torch._amp_foreach_non_finite_check_and_unscale_
+"""What a GradScaler calls: scales gradients in place and notes whether any was not finite."""
+
+
 def allow_foreach(cls: Any) -> None:
     """Lets optimizers and clip_grad_norm_ choose their foreach code; they ask for exact types."""
     for types in (_optimizer_foreach_types, _utility_foreach_types):

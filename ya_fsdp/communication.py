@@ -1,79 +1,11 @@
-"""What a user may set about communication as a whole: multiprocessors, communicators."""
+"""What a user may ask or set about communication as a whole."""
 
 from __future__ import annotations
 
-import logging
-from dataclasses import replace
-from typing import Literal
-
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import _torch
 from .build import groups_of, require_sharded, schedule_of, units_of
-from .carveout import CarveOut, carveout_available
 from .checks import check_flag
-from .group import ParamGroup
-from .mesh import MeshInfo
-
-logger = logging.getLogger("ya_fsdp")
-
-DEFAULT_SMS = 8
-"""Blocks with which collectives reach full bandwidth on one NVLink domain (docs/performance.md)."""
-
-
-def set_communication_sms(model: nn.Module, num_sms: int | Literal["auto"] | None) -> str:
-    """Caps the multiprocessors of collectives and makes matrix products leave them alone.
-
-    NCCL communicators of the model are made anew with at most ``num_sms`` thread blocks, and
-    while collectives run, cuBLASLt is told to leave as many multiprocessors. Every rank of the
-    model's mesh has to call it. Where device or back end offer neither, nothing changes.
-
-    Args:
-        model: A sharded model.
-        num_sms: Multiprocessors for communication; ``"auto"`` takes ``DEFAULT_SMS``; ``None``
-            restores the default behaviour (communicators stay).
-
-    Returns:
-        What was done, in words.
-
-    Raises:
-        ValueError: If ``num_sms`` is not positive, or the model is not sharded.
-    """
-    require_sharded(model)
-    if num_sms is None:
-        schedule_of(model).set_carveout(None)
-        return "products use every multiprocessor again"
-    count = DEFAULT_SMS if num_sms == "auto" else num_sms
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(f"num_sms must be a positive int, 'auto' or None, got {num_sms!r}")
-    groups = list(groups_of(model))
-    done = []
-    capped = _cap_communicators(groups, count)
-    if capped:
-        done.append(f"{capped} NCCL communicators capped at {count} thread blocks")
-    device = groups[0].device if groups else None
-    if device is not None and carveout_available(device):
-        schedule_of(model).set_carveout(CarveOut(count))
-        done.append(f"matrix products leave {count} multiprocessors during communication")
-    message = "; ".join(done) or "nothing: this device and back end offer no such setting"
-    logger.info("set_communication_sms(%r): %s", num_sms, message)
-    return message
-
-
-def _cap_communicators(groups: list[ParamGroup], count: int) -> int:
-    made: dict[int, MeshInfo] = {}
-    for group in groups:
-        info = group.mesh_info
-        if dist.get_backend(info.shard_group) != "nccl":
-            continue
-        if id(info) not in made:
-            ranks = dist.get_process_group_ranks(info.shard_group)
-            options = _torch.nccl_options(max_ctas=count)
-            capped = dist.new_group(ranks, pg_options=options, use_local_synchronization=True)
-            made[id(info)] = replace(info, shard_group=capped)
-        group.use_mesh(made[id(info)])
-    return len(made)
 
 
 def persistent_buffers(model: nn.Module) -> list[Tensor]:

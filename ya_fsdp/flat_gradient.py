@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import _torch, _torch_amp
+from . import _torch
 
 _NORMS = frozenset(
     (_torch.flat_norms, torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm)
@@ -65,7 +65,7 @@ class FlatGradient(Tensor):
             )
         with _torch.without_torch_function():
             result = func(*args, **(kwargs or {}))
-            if func is _torch_amp.unscale_and_find_overflow:
+            if func is _torch.unscale_and_find_overflow:
                 _share_overflow(args[0], args[1])
         return result
 

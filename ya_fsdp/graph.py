@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from ya_fsdp import _torch_amp, clip_grad_norm_, map_tensors, persistent_buffers, tensors_in
+from ya_fsdp import clip_grad_norm_, map_tensors, persistent_buffers, tensors_in
 
 logger = logging.getLogger("ya_fsdp")
 
@@ -103,7 +103,7 @@ class CapturedStep:
             logger.warning("%s; steps of this shape run eagerly", error)
             self._optimizer.zero_grad(set_to_none=True)
             if self._scaler is not None:
-                _torch_amp.forget_scaler_step(self._scaler, self._optimizer)
+                self._scaler.update(self._scaler.get_scale())  # forgets the step that broke off
             return self(batch)
         self._graphs[signature] = graph
         self.captures += 1
@@ -223,7 +223,7 @@ def capture_step(
         )
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if device.type == "cuda":
-        if scaler is not None and not _torch_amp.skips_steps_on_device(optimizer):
+        if scaler is not None and not _is_fused(optimizer):
             raise ValueError(
                 f"{type(optimizer).__name__} reads on the host whether gradients overflowed, which "
                 "a graph can not; make it with fused=True (Adam, AdamW, SGD and Adagrad have it)"
@@ -245,6 +245,10 @@ def make_capturable(optimizer: torch.optim.Optimizer, device: torch.device) -> N
         step = state.get("step")
         if isinstance(step, Tensor) and step.device.type != device.type:
             state["step"] = step.to(device)
+
+
+def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    return all(group.get("fused") for group in optimizer.param_groups)
 
 
 def _shapes(batch: Any) -> Shapes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -128,3 +128,26 @@ def _is_alive(group: dist.ProcessGroup) -> bool:
     except ValueError:  # destroy_process_group() has ended it
         return False
     return True
+
+
+def agreed(
+    infos: Iterable[MeshInfo], values: torch.Tensor, op: dist.ReduceOp.RedOpType
+) -> torch.Tensor:
+    """The extreme of all ranks that share a mesh with this one, directly or over others.
+
+    Args:
+        infos: Meshes of this rank's groups, equal on every rank of each.
+        values: Reduced in place, of one shape on every rank.
+        op: ``MIN`` or ``MAX``.
+    """
+    groups: dict[dist.ProcessGroup, None] = {}
+    for info in infos:
+        groups.setdefault(info.shard_group)
+        if info.replicate_group is not None:
+            groups.setdefault(info.replicate_group)
+    # An extreme crosses one mesh in one round; units on other meshes may need it passed back.
+    for _ in range(1 if len(groups) == 1 else 2):
+        for group in groups:
+            if dist.get_world_size(group) > 1:
+                dist.all_reduce(values, op, group=group)
+    return values

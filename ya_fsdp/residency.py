@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -13,8 +13,9 @@ from torch import nn
 
 from . import _torch
 from .build import require_sharded, schedule_of
+from .mesh import agreed
 from .schedule import Schedule
-from .unit import Unit
+from .unit import Unit, versions_of_weights
 
 logger = logging.getLogger("ya_fsdp")
 
@@ -171,42 +172,18 @@ class _Watch:
     def __init__(self, schedule: Schedule, measure: Callable[[], int]) -> None:
         self._schedule = weakref.ref(schedule)
         self._measure = measure
-        self._versions = _versions(schedule.units)
+        self._versions = versions_of_weights(schedule.units)
         schedule.after_backward = [*schedule.after_backward, self]
 
     def __call__(self) -> None:
         schedule = self._schedule()
-        if schedule is None or _versions(schedule.units) == self._versions:
+        if schedule is None or versions_of_weights(schedule.units) == self._versions:
             return
         device = schedule.streams.device
         if _torch.is_capturing(device):
             return
         _forget(schedule)
-        keep(schedule, agreed(schedule.units, self._measure(), device))
-
-
-def _versions(units: Iterable[Unit]) -> int:
-    """A number that grows whenever an optimizer changes any of the units' weights."""
-    return sum(
-        g.master_shard._version + g.params[0].sharded._version for u in units for g in u.groups
-    )
-
-
-def agreed(units: Iterable[Unit], num_bytes: int, device: torch.device) -> int:
-    """The least budget of all ranks that share a unit with this one, directly or over others.
-
-    Ranks that chose differently would gather in different orders and wait for each other forever.
-    """
-    infos = [group.mesh_info for unit in units for group in unit.groups]
-    groups: dict[dist.ProcessGroup, None] = {}
-    for info in infos:
-        groups.setdefault(info.shard_group)
-        if info.replicate_group is not None:
-            groups.setdefault(info.replicate_group)
-    value = torch.tensor(num_bytes, dtype=torch.int64, device=device)
-    # A minimum crosses one mesh in one round; units on other meshes may need it passed back.
-    for _ in range(1 if len(groups) == 1 else 2):
-        for group in groups:
-            if dist.get_world_size(group) > 1:
-                dist.all_reduce(value, dist.ReduceOp.MIN, group=group)
-    return int(value.item())
+        # Ranks that chose differently would gather in different orders and wait forever.
+        spare = torch.tensor(self._measure(), dtype=torch.int64, device=device)
+        infos = [group.mesh_info for unit in schedule.units for group in unit.groups]
+        keep(schedule, int(agreed(infos, spare, dist.ReduceOp.MIN)))

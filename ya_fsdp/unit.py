@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from enum import IntEnum
 from functools import cache
 from typing import Any, NoReturn, Protocol
@@ -56,6 +56,13 @@ def watch_optimizers() -> None:
     if not _steps:
         _steps.append(0)
         register_optimizer_step_post_hook(count)
+
+
+def versions_of_weights(units: Iterable[Unit]) -> int:
+    """A number that grows whenever an optimizer changes any of the units' weights."""
+    return sum(
+        g.master_shard._version + g.params[0].sharded._version for u in units for g in u.groups
+    )
 
 
 @cache

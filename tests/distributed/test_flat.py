@@ -27,8 +27,6 @@ from ya_fsdp import (
     flat_optimizer_state_dict,
     flat_parameters,
     load_flat_optimizer_state_dict,
-    persistent_buffers,
-    set_communication_sms,
 )
 
 SHARDS = {"leaf": leaf, "nested": nested, "root": root}
@@ -230,27 +228,3 @@ def test_torchs_clipping_is_right_over_the_model_and_refused_over_flat_parameter
     pool: WorkerPool,
 ) -> None:
     pool.run(norms_of_torch)
-
-
-def nothing_to_set(rank: int, world: int) -> None:
-    model, reference = pair(MLP, nested)
-    said = set_communication_sms(model, 4)
-    if not next(model.parameters()).is_cuda:
-        assert said.startswith("nothing")
-    for wrong in (0, -1, True, 1.5):
-        with pytest.raises(ValueError, match="num_sms"):
-            set_communication_sms(model, wrong)
-    with pytest.raises(ValueError, match="not sharded"):
-        set_communication_sms(nn.Linear(2, 2), 4)
-    x = inputs(world)
-    before = [b.data_ptr() for b in persistent_buffers(model)]
-    for _ in range(3):
-        loss(model, x[rank]).backward()
-        reference_backward(reference, x)
-    assert {p for p in before if p} <= {b.data_ptr() for b in persistent_buffers(model)}
-    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(full(p.grad), q.grad)
-
-
-def test_communication_sms_change_no_result_and_say_what_they_did(pool: WorkerPool) -> None:
-    pool.run(nothing_to_set)
