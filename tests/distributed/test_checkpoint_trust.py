@@ -89,6 +89,26 @@ def test_a_checkpoint_that_would_run_something_is_refused_and_runs_nothing(tmp_p
     assert model[0].weight.any() and model[0].count == 1  # type: ignore[index]
 
 
+def test_members_of_enums_are_read_as_the_first_releases_of_python_3_11_wrote_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoding = vars(torch.distributed.checkpoint.metadata)["_MEM_FORMAT_ENCODING"]
+    with monkeypatch.context() as patch:
+        patch.setattr(encoding, "__reduce_ex__", lambda self, _: (getattr, (encoding, self.name)))
+        model, path = saved(tmp_path / "run")
+    assert b"getattr" in (path / ".metadata").read_bytes()
+    expected = model[0].weight.detach().clone()  # type: ignore[index]
+    model[0].weight.data.zero_()  # type: ignore[index]
+    checkpoint.load(path, model)
+    assert torch.equal(model[0].weight, expected)  # type: ignore[index]
+
+    # Every other attribute stays out of reach: of an enum, and of a class that may be named.
+    for owner in (encoding, torch.Size):
+        reads = type("Reads", (), {"__reduce__": lambda _, owner=owner: (getattr, (owner, "mro"))})
+        write(path, ".metadata", pickle.dumps(reads()))
+        refused(path, model, "asks for the attribute 'mro' of <")
+
+
 def test_no_name_in_a_checkpoint_leads_out_of_its_folder(tmp_path: Path) -> None:
     root = tmp_path / "run"
     model, path = saved(root)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from enum import Enum
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -39,9 +40,19 @@ _ALLOWED = {
 }
 
 
+def _enum_member(owner: Any, name: Any) -> Enum:
+    """What ``getattr`` may stand for in a file."""
+    if isinstance(owner, type) and issubclass(owner, Enum) and name in owner.__members__:
+        return owner[name]
+    raise CheckpointError(f"it asks for the attribute {name!r} of {owner!r}")
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Classes that describe tensors, and dtypes; nothing else."""
+        if (module, name) == ("builtins", "getattr"):
+            # Python 3.11.0 to 3.11.3 pickles a member of an enum as getattr(its class, its name).
+            return _enum_member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
