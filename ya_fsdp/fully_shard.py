@@ -122,7 +122,6 @@ def fully_shard(
         sync_replicas: On a 2-D mesh, give every replica the values of the first one, here (of
             parameters on meta: before they are first gathered). One broadcast of the shard;
             replicas that begin with different values would train apart in silence.
-
         shard_optimizer_over_replicas: On a 2-D mesh, cut weights, gradients and optimizer state
             over both axes (HFSDP). Every forward of the root collects a shard of the last axis from
             the replicas, which stays in memory in the gather dtype; units are gathered from it
@@ -350,7 +349,7 @@ def _mesh_info(
 
 
 def _default_mesh() -> DeviceMesh:
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     device_type = "cpu" if accelerator is None else accelerator.type
     if not dist.is_initialized():
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:

@@ -327,13 +327,33 @@ torch.optim.SGD(model.parameters(), lr=0.1).step()
 TORCHRUN = """
 import torch
 from torch import nn
-from ya_fsdp import fully_shard
+from ya_fsdp import YaFSDP, fully_shard
 
 model = fully_shard(nn.Linear(2, 2))
 assert torch.distributed.get_world_size() == 1
 model(torch.ones(1, 2)).sum().backward()
 assert model.weight.grad.full_tensor().shape == (2, 2)
+classic = YaFSDP(
+    nn.LayerNorm(2),
+    zero_stage=3,
+    param_dtype=torch.float32,
+    modules_to_wrap_with_names=[],
+    layer_norm_module_cls=nn.LayerNorm,
+    gradient_accumulation_steps=1,
+)
+classic(torch.ones(1, 2)).sum().backward()
 torch.distributed.destroy_process_group()
+"""
+
+
+# What torch's CUDA wheel, pip's default on Linux, says on a machine without a GPU.
+CUDA_WHEEL = """
+import torch
+
+def current_accelerator(check_available=False):
+    return None if check_available else torch.device("cuda")
+
+torch.accelerator.current_accelerator = current_accelerator
 """
 
 
@@ -354,12 +374,13 @@ def test_without_a_group_the_error_says_what_to_do_and_nothing_has_changed() -> 
     run_script(NO_GROUP)
 
 
-def test_a_torchrun_environment_is_enough() -> None:
+@pytest.mark.parametrize("script", [TORCHRUN, CUDA_WHEEL + TORCHRUN], ids=["", "CUDA wheel"])
+def test_a_torchrun_environment_is_enough(script: str) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
     run_script(
-        TORCHRUN,
+        script,
         RANK="0",
         WORLD_SIZE="1",
         LOCAL_RANK="0",

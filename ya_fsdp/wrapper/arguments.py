@@ -171,7 +171,7 @@ def device_of(device_id: int | torch.device | None, group: dist.ProcessGroup) ->
     Raises:
         ValueError: If ``device_id`` is a number and this machine has no accelerator.
     """
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if isinstance(device_id, (torch.device, str)):
         device = torch.device(device_id)
     elif device_id is not None:
