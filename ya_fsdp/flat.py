@@ -27,13 +27,14 @@ def flat_parameters(
     groups: Mapping[Hashable, dict[str, Any]] | None = None,
     key: Key | None = None,
 ) -> list[nn.Parameter] | list[dict[str, Any]]:
-    """Plain 1-D parameters over this rank's shards, for any stock ``torch.optim`` optimizer.
+    """Plain 1-D parameters over this rank's shards, for elementwise ``torch.optim`` optimizers.
 
     The optimizer then updates a few large tensors in one launch instead of hundreds of small
     ones. From this call on gradients are set on the flat parameters, and the sharded parameters'
     ``.grad`` is a view of them; a parameter that a step does not use counts as one with gradient
     zero. Parameters that are not sharded are returned as they are. A second call makes new flat
-    parameters; an optimizer over the old ones raises.
+    parameters; an optimizer over the old ones raises. So does one that needs norms or shapes of
+    whole parameters (Adafactor, LBFGS, LAMB, Muon), in its first step.
 
     Args:
         model: A model given to :func:`ya_fsdp.fully_shard`.

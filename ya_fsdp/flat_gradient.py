@@ -1,24 +1,74 @@
-"""The ``.grad`` of a flat parameter: local values whose meaning is global.
+"""Flat parameters and their gradients: local values whose meaning is global.
 
 Elementwise optimizers need nothing but the local elements. Functions whose answer depends on other
 ranks' elements either ask them (a gradient scaler's search for overflows) or refuse, since ranks
-that clip or skip a step by different numbers drift apart in silence.
+that clip, skip or scale a step by different numbers drift apart in silence.
 """
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, optim
 
 from . import _torch
+
+logger = logging.getLogger("ya_fsdp")
+
+FLAT = "_ya_fsdp_is_flat"
+"""Attribute of flat parameters."""
 
 _NORMS = frozenset(
     (_torch.flat_norms, torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm)
 )
+
+
+_ELEMENTWISE = (
+    optim.SGD,
+    optim.Adam,  # and AdamW
+    optim.Adagrad,
+    optim.Adadelta,
+    optim.Adamax,
+    optim.ASGD,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
+)
+_NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "LAMB", "Lamb", "LARS", "Shampoo", "SOAP")
+
+_warned: set[type[Any]] = set()
+
+
+def check_optimizer(optimizer: optim.Optimizer) -> None:
+    """Refuses an optimizer that would need more of flat parameters than this rank's elements.
+
+    Raises:
+        ValueError: If it uses norms or shapes of whole parameters.
+    """
+    kind = type(optimizer)
+    if issubclass(kind, _ELEMENTWISE) or kind in _warned:
+        return
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    if not any(hasattr(param, FLAT) for param in params):
+        return
+    if any(each.__name__ in _NOT_ELEMENTWISE for each in kind.__mro__):
+        raise ValueError(
+            f"{kind.__name__} uses norms or shapes of whole parameters, and of a flat parameter "
+            "every rank has other elements of several of them. Make it from model.parameters() "
+            "instead of flat_parameters(model)"
+        )
+    _warned.add(kind)
+    logger.warning(
+        "%s updates flat parameters, which is right only if it treats every element by itself "
+        "(as Adam does); if it uses norms or shapes, make it from model.parameters()",
+        kind.__name__,
+    )
 
 
 class FlatGradient(Tensor):
@@ -43,6 +93,14 @@ class FlatGradient(Tensor):
     def _local_tensor(self) -> Tensor:
         with _torch.without_torch_function():
             return self.as_subclass(Tensor)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A plain tensor: a copy is nobody's gradient."""
+        return copy.deepcopy(self._local_tensor, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles as a plain tensor."""
+        return self._local_tensor.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     @classmethod
     def __torch_function__(

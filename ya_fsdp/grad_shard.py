@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import _torch
-from .flat_gradient import FlatGradient
+from .flat_gradient import FLAT, FlatGradient
 from .layout import ShardLayout
 from .mesh import MeshInfo
 from .param import ReplacedParameter, ShardedParam
@@ -105,6 +105,7 @@ class GradShard:
                 ReplacedParameter.mark(old.param, self.params[old.members[0]].fqn)
         self.pieces = pieces
         for piece in pieces:
+            setattr(piece.param, FLAT, True)
             for index in piece.members:
                 sharded: Any = self.params[index].sharded
                 sharded.__class__ = FlatMember

@@ -18,6 +18,7 @@ from torch.optim.optimizer import (
 from . import _torch
 from .buffers import Slot, aligned
 from .collectives import Collectives, default_collectives, fp32_accumulating
+from .flat_gradient import check_optimizer
 from .group import ParamGroup
 from .precision import MixedPrecisionPolicy
 from .ragged import match_optimizer_state
@@ -76,6 +77,7 @@ def _adopt_loaded_state(optimizer: Any, *_: Any) -> None:
     # it was given.
     seen = getattr(optimizer, "_ya_fsdp_adopted", None)
     if seen is not optimizer.state and not torch.compiler.is_compiling():
+        check_optimizer(optimizer)
         match_optimizer_state(optimizer)
         optimizer._ya_fsdp_adopted = optimizer.state
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -228,3 +229,44 @@ def test_torchs_clipping_is_right_over_the_model_and_refused_over_flat_parameter
     pool: WorkerPool,
 ) -> None:
     pool.run(norms_of_torch)
+
+
+class Lion(torch.optim.Optimizer):
+    """Nobody here knows it."""
+
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            param.data.add_(param.grad.sign(), alpha=-0.1)
+
+
+def optimizers_beyond_elements(rank: int, world: int) -> None:
+    model, reference = pair(MLP, nested)
+    flat = flat_parameters(model)
+    x = inputs(world)
+    loss(model, x[rank]).backward()
+    before = [full(p) for p in model.parameters()]
+    for kind in (torch.optim.Adafactor, torch.optim.LBFGS):
+        optimizer = kind(flat)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=rf"{kind.__name__}.*model\.parameters\(\)"):
+                optimizer.step(lambda: loss(model, x[rank]))
+    assert all(torch.equal(p, full(q)) for p, q in zip(before, model.parameters(), strict=True))
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ya_fsdp").addHandler(handler)
+    lion = Lion(flat, {})
+    for _ in range(2):
+        lion.step()
+    logging.getLogger("ya_fsdp").removeHandler(handler)
+    assert len(said) == 1
+    assert said[0].startswith("Lion updates flat parameters")
+    reference_backward(reference, x)
+    with torch.no_grad():
+        for p in reference.parameters():
+            p.sub_(p.grad.sign(), alpha=0.2)
+    assert_same_parameters(model, reference)
+
+
+def test_optimizers_that_need_whole_parameters_are_refused_or_asked_about(pool: WorkerPool) -> None:
+    pool.run(optimizers_beyond_elements)
