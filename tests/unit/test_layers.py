@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -234,6 +235,36 @@ def is_private(name: str) -> bool:
 def module_name(path: Path) -> str:
     parts = [PACKAGE.name, *path.relative_to(PACKAGE).with_suffix("").parts]
     return ".".join(parts[:-1] if parts[-1] == TOP else parts)
+
+
+def floors_on_the_page() -> dict[str, int]:
+    """The rooms named in the architecture page's plan."""
+    page = (PACKAGE.parent / "docs/architecture.md").read_text()
+    floors: dict[str, int] = {}
+    floor = None
+    for line in page.splitlines():
+        if re.match(r"    ([0-5]|porch) ", line):
+            number, name, *rooms = line.split()
+            floor = -1 if number == "porch" else int(number)
+            rooms = [name, *rooms] if number == "porch" else rooms
+        elif line.startswith("     ") and floor is not None:
+            rooms = line.split()
+        elif floor is not None and line:
+            break
+        else:
+            continue
+        rooms = [room.rstrip("/;:") for room in rooms]
+        floors.update((room, floor) for room in rooms if room in FLOORS or room in GUESTS)
+    return floors
+
+
+def test_the_page_on_architecture_shows_every_room_on_its_floor() -> None:
+    shown = floors_on_the_page()
+    there = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in FILES}
+    expected = {room: floor for room, floor in FLOORS.items() if room in there}
+    expected |= dict.fromkeys(GUESTS & there, 5)
+    expected.pop("_version")
+    assert shown == expected
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)
