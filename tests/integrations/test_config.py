@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from tests.harness import WorkerPool
+from ya_fsdp.build import schedule_of, state_of
+from ya_fsdp.collectives import Fp32AccumulatingCollectives, RecordingCollectives
 from ya_fsdp.integrations import YaFSDPConfig
 from ya_fsdp.integrations.config import accelerate_config_file
-from ya_fsdp.integrations.sharding import find_layers, recompute_layers
+from ya_fsdp.integrations.sharding import find_layers, recompute_layers, shard_model
 
 YAML = """\
 distributed_type: FSDP
@@ -90,6 +95,12 @@ def test_the_named_file_is_the_one_of_the_launcher() -> None:
         ({"ya_fsdp_num_layers_to_checkpoint": -2}, "must be -1"),
         ({"ya_fsdp_enabled": "maybe"}, "enabled must be true or false"),
         ({"ya_fsdp": {"options": {"speed": 9}}}, "has no keyword speed"),
+        ({"ya_fsdp_gather_dtype": "fp3"}, "gather_dtype must be one of"),
+        ({"ya_fsdp_collectives": "pigeons"}, "collectives must be one of c10d.*'pigeons'"),
+        ({"ya_fsdp_resident_budget": "lots"}, "resident_budget must be an integer.*'lots'"),
+        ({"ya_fsdp_resident_budget": 1.5}, "resident_budget must be an integer.*1.5"),
+        ({"ya_fsdp_communication_sms": "some"}, "communication_sms must be an integer.*'some'"),
+        ({"ya_fsdp_graph": "yes"}, "graph must be false.*capture_step"),
     ],
 )
 def test_what_can_not_be_meant_is_refused(values: dict[str, object], message: str) -> None:
@@ -122,6 +133,12 @@ class Model(nn.Module):
         self.head = nn.Linear(3, 3)
         if tied:
             self.head.weight = self.blocks[1].linear.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        result: torch.Tensor = self.head(x)
+        return result
 
 
 def names(model: nn.Module, **options: object) -> list[str]:
@@ -159,3 +176,76 @@ def test_recomputation_keeps_names_values_and_gradients() -> None:
     assert list(block.state_dict()) == before
     got = [p.grad for p in block.parameters() if p.grad is not None]
     assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
+EVERYTHING = {
+    "YA_FSDP_WRAP": "Block",
+    "YA_FSDP_GATHER_DTYPE": "int8",
+    "YA_FSDP_PARAM_DTYPE": "bf16",
+    "YA_FSDP_REDUCE_DTYPE": "bf16",
+    "YA_FSDP_BIT32_ACC_FOR_BIT16_REDUCE_SCATTER": "true",
+    "YA_FSDP_FUSED_WEIGHT_GRADIENTS": "1",
+    "YA_FSDP_COLLECTIVES": "c10d",
+    "YA_FSDP_SHARD_ALIGNMENT": "64",
+    "YA_FSDP_GRANULARITY": "element",
+    "YA_FSDP_NUM_GATHER_BUFFERS": "2",
+    "YA_FSDP_NUM_GRADIENT_BUFFERS": "3",
+    "YA_FSDP_RESIDENT_BUDGET": "100000",
+    "YA_FSDP_COMMUNICATION_SMS": "auto",
+    "YA_FSDP_GRAPH": "false",
+}
+
+
+def reaches_the_engine(rank: int, world: int) -> None:
+    in_yaml = {name.lower(): value for name, value in EVERYTHING.items()}
+    for config in (YaFSDPConfig.from_env(EVERYTHING), YaFSDPConfig.from_mapping(in_yaml)):
+        model: Any = Model()
+        shard_model(model, config)
+        schedule = schedule_of(model)
+        assert schedule.pool.num_buffers == 2
+        assert schedule.reducer.num_buffers == 3
+        for block in model.blocks:
+            unit = state_of(block).unit
+            (group,) = [g for g in unit.groups if g.dtypes.wire is not None]
+            assert group.dtypes.wire is torch.int8
+            assert group.dtypes.reduce is torch.bfloat16
+            assert group.grads.fused
+            assert group.layout.shard_numel % 64 == 0
+            assert isinstance(unit.collectives, Fp32AccumulatingCollectives)
+            assert not unit.reshard_after_forward, "three blocks fit the budget"
+
+
+def test_what_the_environment_and_the_yaml_say_reaches_the_engine(world2: WorkerPool) -> None:
+    world2.run(reaches_the_engine)
+
+
+def trains_alike(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    model: Any = Model()
+    plain = copy.deepcopy(model)
+    config = YaFSDPConfig(
+        granularity=3,
+        reshard_after_forward=2,
+        fused_weight_gradients=True,
+        sync_replicas=False,
+        resident_budget=10**6,
+        collectives=RecordingCollectives(),
+        num_layers_to_checkpoint=2,
+    )
+    shard_model(model, config)
+    for step in range(3):
+        xs = torch.randn(world, 4, 3, generator=torch.Generator().manual_seed(step))
+        model(xs[rank]).square().mean().backward()
+        torch.stack([plain(x).square().mean() for x in xs]).mean().backward()
+        for each in (model, plain):
+            with torch.no_grad():
+                for p in each.parameters():
+                    p.sub_(p.grad, alpha=0.1)
+                    p.grad = None
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.full_tensor(), q.detach())
+    assert config.collectives.calls  # type: ignore[union-attr]
+
+
+def test_a_model_with_many_options_trains_like_a_plain_one(world2: WorkerPool) -> None:
+    world2.run(trains_alike)

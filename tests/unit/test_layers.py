@@ -135,7 +135,8 @@ ARROWS = {
 }
 # Guests live on floor 5, but come in through the front door: what `ya_fsdp` exports, or each other.
 GUESTS = {"graph", "optim", "integrations", "cli", "run"}
-DOORS = {("cli", "checkpoint")}  # a package that users import by its name, too
+# Packages that users import by their names, too.
+DOORS = {("cli", "checkpoint"), ("integrations", "collectives")}
 WITHOUT_TORCH = {"layout", "packing"}
 PRIVATE_NAMES_LIVE_IN = {"_torch.py", "_torch_memory.py", "_torch_mesh.py", "_torch_watch.py"}
 

@@ -14,6 +14,12 @@ import torch
 from torch import nn
 
 from ya_fsdp import MixedPrecisionPolicy, fully_shard
+from ya_fsdp.collectives import (
+    C10dCollectives,
+    Collectives,
+    NcclBufferCollectives,
+    SymmetricMemoryCollectives,
+)
 
 WrapPolicy = Callable[[str, nn.Module], bool]
 ENV_PREFIX = "YA_FSDP_"
@@ -28,6 +34,14 @@ _DTYPES = {
     "float32": torch.float32,
     "fp64": torch.float64,
     "float64": torch.float64,
+    "fp8": torch.float8_e4m3fn,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "int8": torch.int8,
+}
+_COLLECTIVES: dict[str, Callable[[], Any]] = {
+    "c10d": C10dCollectives,
+    "symmetric_memory": SymmetricMemoryCollectives,
+    "nccl_buffers": NcclBufferCollectives,
 }
 # Keys of a YAML `fsdp_config` that carry no prefix of ours: the names of the original YaFSDP.
 _UNPREFIXED = ("num_layers_to_checkpoint",)
@@ -35,7 +49,8 @@ _PREFIXES = ("fsdp_ya_fsdp_", "ya_fsdp_", "fsdp_")
 # What `fully_shard` takes and this class has a field for, or decides by itself.
 _OWN_KEYWORDS = frozenset(
     {"module", "mesh", "reshard_after_forward", "mp_policy", "ignored_params"}
-    | {"shard_alignment", "granularity"}
+    | {"shard_alignment", "granularity", "fused_weight_gradients", "collectives"}
+    | {"sync_replicas", "shard_optimizer_over_replicas"}
 )
 
 
@@ -57,6 +72,9 @@ class YaFSDPConfig:
             precision says.
         reduce_dtype: Dtype of the gradient reduction. ``None``: float32 under mixed precision.
         output_dtype: Dtype that outputs are cast to. ``None``: left alone.
+        gather_dtype: Dtype that weights travel in: ``"fp8"`` or ``"int8"``. ``None``: the one they
+            are computed in.
+        bit32_acc_for_bit16_reduce_scatter: See :class:`ya_fsdp.MixedPrecisionPolicy`.
         cast_forward_inputs: Whether floating-point inputs are cast to ``param_dtype``.
         master_dtype: Dtype that trainable parameters are kept in under mixed precision; ``None``
             leaves them in the dtype they were loaded in.
@@ -64,12 +82,23 @@ class YaFSDPConfig:
         shard_alignment: See :func:`ya_fsdp.fully_shard`.
         granularity: See :func:`ya_fsdp.fully_shard`. Rows by default here, because Hugging
             Face's loaders of whole state dicts need them.
+        fused_weight_gradients: See :func:`ya_fsdp.fully_shard`.
+        collectives: See :func:`ya_fsdp.fully_shard`; also by name: ``"c10d"``,
+            ``"symmetric_memory"`` or ``"nccl_buffers"``.
+        sync_replicas: See :func:`ya_fsdp.fully_shard`.
+        shard_optimizer_over_replicas: See :func:`ya_fsdp.fully_shard`.
         num_layers_to_checkpoint: Recompute the activations of this many layers, counted from the
             first; -1 is all of them.
         cpu_ram_efficient_loading: Take weights from rank 0 and broadcast them unit by unit.
             ``None``: what the library was told.
         num_gather_buffers: See :meth:`ya_fsdp.YaFSDPModule.set_num_gather_buffers`.
         num_gradient_buffers: See :meth:`ya_fsdp.YaFSDPModule.set_num_gradient_buffers`.
+        resident_budget: Bytes for units that stay gathered from forward to backward, or
+            ``"auto"``; see :func:`ya_fsdp.set_resident_budget`.
+        communication_sms: Multiprocessors for communication, or ``"auto"``; see
+            :func:`ya_fsdp.set_communication_sms`.
+        graph: Always ``False``: a library's loop reads values on the host in every step, so it can
+            not be captured. :func:`ya_fsdp.graph.capture_step` is for loops of one's own.
         options: Further keywords of :func:`ya_fsdp.fully_shard`.
 
     Raises:
@@ -82,20 +111,31 @@ class YaFSDPConfig:
     param_dtype: torch.dtype | str | None = None
     reduce_dtype: torch.dtype | str | None = None
     output_dtype: torch.dtype | str | None = None
+    gather_dtype: torch.dtype | str | None = None
+    bit32_acc_for_bit16_reduce_scatter: bool = False
     cast_forward_inputs: bool = True
     master_dtype: torch.dtype | str | None = torch.float32
     ignored: Sequence[str] = ()
     shard_alignment: int | None = None
     granularity: Literal["auto", "row", "element"] | int = "row"
+    fused_weight_gradients: bool = False
+    collectives: str | Collectives | None = None
+    sync_replicas: bool = True
+    shard_optimizer_over_replicas: bool = False
     num_layers_to_checkpoint: int = 0
     cpu_ram_efficient_loading: bool | None = None
     num_gather_buffers: int | None = None
     num_gradient_buffers: int | None = None
+    resident_budget: int | Literal["auto"] | None = None
+    communication_sms: int | Literal["auto"] | None = None
+    graph: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("param_dtype", "reduce_dtype", "output_dtype", "master_dtype"):
+        dtypes = ("param_dtype", "reduce_dtype", "output_dtype", "gather_dtype", "master_dtype")
+        for name in dtypes:
             setattr(self, name, as_dtype(name, getattr(self, name)))
+        self._check_values()
         if isinstance(self.wrap, str):
             self.wrap = _names(self.wrap)
         if self.num_layers_to_checkpoint < -1:
@@ -103,6 +143,26 @@ class YaFSDPConfig:
                 "num_layers_to_checkpoint must be -1 (all), 0 or a count, got "
                 f"{self.num_layers_to_checkpoint}"
             )
+        self._check_options()
+
+    def _check_values(self) -> None:
+        for name in ("resident_budget", "communication_sms"):
+            value = getattr(self, name)
+            if value not in (None, "auto") and type(value) is not int:
+                raise ValueError(f"{name} must be an integer or 'auto', got {value!r}")
+        if isinstance(self.collectives, str) and self.collectives not in _COLLECTIVES:
+            raise ValueError(
+                f"collectives must be one of {', '.join(_COLLECTIVES)} or an object of one's own, "
+                f"got {self.collectives!r}"
+            )
+        if self.graph:
+            raise ValueError(
+                "graph must be false: the loop of a training library reads values on the host in "
+                "every step and can not be captured. For a loop of your own there is "
+                "ya_fsdp.graph.capture_step"
+            )
+
+    def _check_options(self) -> None:
         known = set(inspect.signature(fully_shard).parameters) - _OWN_KEYWORDS
         unknown = sorted(set(self.options) - known)
         if unknown:
@@ -131,7 +191,22 @@ class YaFSDPConfig:
             reduce_dtype=as_dtype("reduce_dtype", reduce),
             output_dtype=as_dtype("output_dtype", output),
             cast_forward_inputs=self.cast_forward_inputs,
+            gather_dtype=as_dtype("gather_dtype", self.gather_dtype),
+            bit32_acc_for_bit16_reduce_scatter=self.bit32_acc_for_bit16_reduce_scatter,
         )
+
+    def keywords(self) -> dict[str, Any]:
+        """What every :func:`ya_fsdp.fully_shard` of a model gets, but mesh, policy and the like."""
+        named = self.collectives
+        return {
+            "shard_alignment": self.shard_alignment,
+            "granularity": self.granularity,
+            "fused_weight_gradients": self.fused_weight_gradients,
+            "collectives": _COLLECTIVES[named]() if isinstance(named, str) else named,
+            "sync_replicas": self.sync_replicas,
+            "shard_optimizer_over_replicas": self.shard_optimizer_over_replicas,
+            **self.options,
+        }
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], **overrides: Any) -> YaFSDPConfig:
@@ -265,7 +340,7 @@ def _parse_one(name: str, kind: str, value: Any) -> Any:
         return _names(value)
     if text.removeprefix("-").isdigit():
         return int(text)
-    if kind.startswith("int"):
+    if kind.startswith("int") and not (text == "auto" and "auto" in kind):
         raise ValueError(f"{name} must be an integer, got {value!r}")
     return value
 

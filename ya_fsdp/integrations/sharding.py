@@ -15,7 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ya_fsdp import YaFSDPModule, fully_shard
+from ya_fsdp import (
+    YaFSDPModule,
+    fully_shard,
+    set_communication_sms,
+    set_resident_budget,
+)
 
 from .config import YaFSDPConfig
 
@@ -74,9 +79,7 @@ def shard_model(
         "mesh": mesh,
         "mp_policy": policy,
         "ignored_params": ignored_params(model, config),
-        "shard_alignment": config.shard_alignment,
-        "granularity": config.granularity,
-        **config.options,
+        **config.keywords(),
     }
     weights = _weights(model) if from_rank0 else {}
     for module in [*(m for _, m in layers), *_lone_embedding(model, layers)]:
@@ -86,7 +89,7 @@ def shard_model(
         fully_shard(model, **keywords)
     if from_rank0:
         broadcast_weights(model, weights)
-    _set_buffers(model, config)
+    _apply_settings(model, config)
     after = dict(model.named_parameters(remove_duplicate=False))
     done = ShardedModel([name for name, _ in layers], loaded)
     for name, parameter in before.items():
@@ -194,12 +197,16 @@ def _upcast(model: nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def _set_buffers(model: nn.Module, config: YaFSDPConfig) -> None:
+def _apply_settings(model: nn.Module, config: YaFSDPConfig) -> None:
     assert isinstance(model, YaFSDPModule)
     if config.num_gather_buffers is not None:
         model.set_num_gather_buffers(config.num_gather_buffers)
     if config.num_gradient_buffers is not None:
         model.set_num_gradient_buffers(config.num_gradient_buffers)
+    if config.resident_budget is not None:
+        set_resident_budget(model, config.resident_budget)
+    if config.communication_sms is not None:
+        set_communication_sms(model, config.communication_sms)
 
 
 # ---- recomputation -------------------------------------------------------------------------------
