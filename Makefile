@@ -12,6 +12,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 STAMP_HF := $(VENV)/.installed-hf
 ACCELERATE := 1.10.1 1.11.0 1.12.0 1.13.0 1.14.0 1.15.0
+TORCH_VERSIONS := 2.13.0 2.14.0
+QUIET := --quiet --disable-pip-version-check
 # Read from the one file that has pins.
 TORCH := $(shell grep '^torch==' requirements-dev.txt)
 TESTS := tests/unit tests/distributed tests/integrations
@@ -28,14 +30,26 @@ test: setup $(STAMP_HF)
 test-fast: setup $(STAMP_HF)
 	$(BIN)/python -m pytest $(TESTS) -m "not slow" $(ARGS)
 
-# For a nightly run: the tests of accelerate and the Trainer under every version of accelerate.
-test-matrix: setup $(STAMP_HF)
-	for version in $(ACCELERATE); do \
-		echo "accelerate $$version"; \
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check accelerate==$$version && \
-		$(BIN)/python -m pytest tests/integrations -m "not slow" $(ARGS) || exit 1; \
-	done
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-hf.txt
+# For a nightly run: the tests of the integrations under every version of accelerate and of torch,
+# each torch in an environment of its own beside the usual one. Goes on after a failure and says
+# at the end what failed.
+test-matrix:
+	@failed=""; \
+	for torch in $(TORCH_VERSIONS); do \
+		bin=$(VENV)-torch-$$torch/bin; \
+		test -x $$bin/python || $(PYTHON) -m venv $(VENV)-torch-$$torch; \
+		grep --invert-match '^torch==' requirements-dev.txt > $$bin/../requirements.txt; \
+		$$bin/python -m pip install $(QUIET) torch==$$torch && \
+		$$bin/python -m pip install $(QUIET) torch==$$torch -r $$bin/../requirements.txt -r requirements-hf.txt && \
+		$$bin/python -m pip install $(QUIET) --no-deps --no-build-isolation -e . || exit 1; \
+		for accelerate in $(ACCELERATE); do \
+			echo "=== torch $$torch, accelerate $$accelerate"; \
+			$$bin/python -m pip install $(QUIET) --no-deps accelerate==$$accelerate && \
+			$$bin/python -m pytest tests/integrations -m "not slow" -p no:cacheprovider $(ARGS) || \
+				failed="$$failed torch-$$torch/accelerate-$$accelerate"; \
+		done; \
+	done; \
+	test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 # The distributed tests once more over NCCL, all ranks on the first GPU.
 test-gpu: setup
@@ -68,13 +82,13 @@ $(STAMP): requirements-dev.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(BIN)/python -m pip install $(QUIET) $(TORCH)
+	$(BIN)/python -m pip install $(QUIET) -r requirements-dev.txt
+	$(BIN)/python -m pip install $(QUIET) --no-deps --no-build-isolation -e .
 	touch $@
 
 $(STAMP_HF): requirements-hf.txt $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-hf.txt
+	$(BIN)/python -m pip install $(QUIET) -r requirements-hf.txt
 	touch $@
 
 clean:
