@@ -92,4 +92,4 @@ $(STAMP_HF): requirements-hf.txt $(STAMP)
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-torch-* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
