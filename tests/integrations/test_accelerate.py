@@ -17,7 +17,8 @@ from tests.harness import WorkerPool
 from tests.integrations.support import foreign, llama, needs_sharded_optimizers, tokens
 from ya_fsdp.integrations import YaFSDPConfig
 
-STEPS, RESUMED, GLOBAL_BATCH = 4, 3, 12
+STEPS, RESUMED = 4, 3
+GLOBAL_BATCH = 24  # two micro-batches of equal size on two, three and four ranks
 
 
 def prepare(
@@ -190,6 +191,24 @@ def test_a_checkpoint_of_fsdp2_is_continued_with_the_same_losses(
 ) -> None:
     got = world2.run(resume, fsdp2["folder"])[0]
     assert printed(got) == printed(fsdp2["continued"])
+
+
+@pytest.mark.slow
+def test_checkpoints_go_to_and_from_fsdp2_on_other_numbers_of_ranks(
+    world2: WorkerPool,
+    world3: WorkerPool,
+    world4: WorkerPool,
+    fsdp2: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    world2.run(train, str(tmp_path))
+    for pool in (world3, world4):
+        theirs_by_us = pool.run(resume, fsdp2["folder"])[0]
+        ours_by_them = pool.run(resume, str(tmp_path), enabled=False)[0]
+        for got in (theirs_by_us, ours_by_them):
+            torch.testing.assert_close(
+                torch.tensor(got), torch.tensor(fsdp2["continued"]), rtol=1e-4, atol=0
+            )
 
 
 # ---- recomputation, precision, ranks without weights ---------------------------------------------

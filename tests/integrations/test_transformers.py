@@ -56,6 +56,29 @@ def make_trainer(
     return trainer if ours is None else attach(trainer, YaFSDPConfig(enabled=ours))
 
 
+def generated(model: Any) -> Any:
+    with torch.no_grad():
+        return model.generate(tokens(1, 4), max_new_tokens=8, do_sample=False).tolist()
+
+
+def generating(trainer: Any, result: dict[str, Any]) -> Any:
+    """A callback that generates in the middle, and what a plain model of the weights then says."""
+    from transformers import TrainerCallback
+
+    class Generating(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step != 2:
+                return
+            result["in the middle"] = generated(trainer.model)
+            weights = trainer.accelerator.get_state_dict(trainer.model)
+            if trainer.is_world_process_zero():
+                plain = llama()
+                plain.load_state_dict(weights)
+                result["by a plain model"] = generated(plain.eval())
+
+    return Generating()
+
+
 @foreign
 def whole_run(rank: int, world_size: int, folder: str, ours: bool, kind: str) -> dict[str, Any]:
     """Evaluates, trains with checkpoints and the best one loaded, saves, generates, resumes."""
@@ -68,15 +91,13 @@ def whole_run(rank: int, world_size: int, folder: str, ours: bool, kind: str) ->
     if ours:
         result["before"] = [trainer.evaluate()["eval_loss"] for _ in range(2)]
         result["class"] = type(trainer.model).__name__
+        trainer.add_callback(generating(trainer, result))
     trainer.train()
     result["losses"] = history(trainer)
     result["evals"] = [h["eval_loss"] for h in trainer.state.log_history if "eval_loss" in h]
     result["best"] = trainer.evaluate()["eval_loss"]
     trainer.save_model(f"{folder}/final")
-    with torch.no_grad():
-        result["generated"] = trainer.model.generate(
-            tokens(1, 4), max_new_tokens=8, do_sample=False
-        ).tolist()
+    result["generated"] = generated(trainer.model)
     dist.barrier()
     again = make_trainer(folder, llama(seed=8), ours=ours, kind=kind, **evaluating)
     again.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
@@ -118,8 +139,8 @@ def test_a_whole_run_equals_fsdp2_and_leaves_a_model_that_loads(
     config = json.loads((tmp_path / "final" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
-    output = loaded.generate(tokens(1, 4), max_new_tokens=8, do_sample=False)
-    assert output.tolist() == got["generated"]
+    assert generated(loaded) == got["generated"]
+    assert got["in the middle"] == got["by a plain model"]
 
 
 def test_two_ranks_train_and_evaluate_as_one_process(

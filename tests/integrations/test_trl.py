@@ -135,6 +135,31 @@ def both(
     return ours[0], theirs[0]
 
 
+@foreign
+def with_dora(rank: int, world_size: int, folder: str, base: str, resume: bool) -> list[float]:
+    from datasets import Dataset
+    from peft import LoraConfig
+    from trl import SFTConfig, SFTTrainer
+
+    from ya_fsdp.integrations.transformers import attach
+
+    rows = [{"text": f"the number {i} is followed by {i + 1}"} for i in range(32)]
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    sharded = {} if world_size > 1 else {"fsdp": False, "fsdp_config": None}
+    batch = {"per_device_train_batch_size": 4 // world_size}
+    trainer = SFTTrainer(
+        load(base),
+        SFTConfig(output_dir=folder, max_length=64, **{**OPTIONS, **saving, **sharded, **batch}),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=byte_tokenizer(),
+        peft_config=LoraConfig(r=4, target_modules="all-linear", use_dora=True),
+    )
+    if world_size > 1:
+        attach(trainer)
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2" if resume else None)
+    return history(trainer)
+
+
 def check_adapters(folder: Path, trained: dict[str, torch.Tensor]) -> None:
     """The saved adapters are the trained ones, whole."""
     from safetensors.torch import load_file
@@ -167,6 +192,17 @@ def test_dpo_with_adapters_switched_off_for_the_reference_equals_fsdp2(
     # Where adapters and gathers get in each other's way, the loss stays at ln 2.
     assert ours["losses"][-2] < 0.68
     check_adapters(tmp_path / "ours", ours["trained"])
+
+
+@pytest.mark.slow
+def test_decomposed_adapters_train_as_in_one_process_and_resume(
+    world1: WorkerPool, world2: WorkerPool, base: str, tmp_path: Path
+) -> None:
+    expected = world1.run(with_dora, str(tmp_path / "plain"), base, False)[0]
+    losses = world2.run(with_dora, str(tmp_path / "ours"), base, False)[0]
+    resumed = world2.run(with_dora, str(tmp_path / "ours"), base, True)[0]
+    assert losses == pytest.approx(expected, rel=1e-4)
+    assert resumed == losses
 
 
 @pytest.mark.slow
