@@ -30,6 +30,7 @@ from lm.runtime import Runtime, StopRequest, finish, make_deterministic, start
 from lm.sample import generate
 from lm.trainer import Trainer, TrainingOptions
 from ya_fsdp import MixedPrecisionPolicy, fully_shard
+from ya_fsdp.checkpoint import CheckpointError
 
 GATHER_DTYPES = {"full": None, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
@@ -215,7 +216,9 @@ def main(
 
 if __name__ == "__main__":
     try:
-        typer.run(main)
-    except UsageError as error:
+        app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        app.command()(main)
+        app()
+    except (UsageError, CheckpointError) as error:
         # A traceback from each rank would bury the one line that helps.
         sys.exit(f"error: {error}")

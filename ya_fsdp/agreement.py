@@ -164,8 +164,7 @@ class Trail:
         last = "none" if self.last == _EMPTY else describe(self.last)
         text = f"{self.total} collectives started, the last one: {last}"
         if self.current is not None:
-            phase = self.current.phase.name.lower()
-            text += f"; in one of '{self.current.fqn}' now ({phase})"
+            text += f"; waiting in one of unit '{self.current.fqn}' now"
         return text + (f"; {self.left}" if self.left else "")
 
     def history(self) -> list[str]:
@@ -199,8 +198,11 @@ class Trail:
             raise error
         where = doing
         if unit is not None:
-            phase = "ahead of its use" if unit.phase is Phase.IDLE else unit.phase.name.lower()
-            where = f"{doing} unit '{unit.fqn}' ({phase})"
+            where = f"{doing} unit '{unit.fqn}'"
+            if unit.phase is not Phase.IDLE:
+                where += f" ({unit.phase.name.lower()})"
+            elif doing == "gathering":
+                where += " (ahead of its use)"
         last = "none" if self.last == _EMPTY else f"this rank {describe(self.last)}"
         what = (
             f"rank {dist.get_rank()}: a collective failed while {where}; {self.total} were "

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
+from .agreement import mark_of
 from .checks import check_type
 from .collectives import default_collectives
 from .extensions import ExtendedGroup, Extension, plan_rows
@@ -299,6 +300,7 @@ def finalize(root: nn.Module) -> Schedule:
         unit.depth = max(unit.depth, depth)
     for index, unit in enumerate(units):
         unit.index = index
+        mark_of(unit)  # other ranks may speak of it before it runs here
     root_state.census = Census(root)
     _name_params(root)
     _check_materialised(units)

@@ -344,6 +344,24 @@ def test_an_optimizer_of_another_model_is_refused(world2: WorkerPool) -> None:
         world2.run(stray_parameter)
 
 
+def test_processes_that_accelerate_has_not_joined_do_not_train_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from accelerate import Accelerator
+
+    from ya_fsdp.integrations.accelerate import engage
+
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    accelerator = Accelerator()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(
+        RuntimeError, match=r"2 processes were started.*YaFSDPAccelerator\(cpu=True"
+    ):
+        engage(accelerator)
+    assert type(accelerator) is Accelerator
+
+
 @foreign
 def without_sync(rank: int, world_size: int) -> list[int]:
     accelerator, model, _ = prepare(llama())

@@ -395,6 +395,10 @@ def test_the_installed_command_is_this_one() -> None:
     assert any(need.startswith("typer") for need in project["optional-dependencies"]["cli"])
 
 
+def test_the_help_shows_what_a_file_of_shapes_holds() -> None:
+    assert '{"name": [rows, columns]}' in " ".join(run("--help").stdout.split())
+
+
 def test_without_typer_the_command_says_what_to_install(tmp_path: Path) -> None:
     code = "import sys; sys.modules['typer'] = None; from ya_fsdp.cli import main; main()"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -408,4 +412,4 @@ def test_without_typer_the_command_says_what_to_install(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 1
-    assert done.stderr == "the ya-fsdp command needs typer: pip install 'ya-fsdp[cli]'\n"
+    assert done.stderr == "the ya-fsdp command needs typer: pip install typer\n"

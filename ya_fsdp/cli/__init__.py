@@ -12,5 +12,5 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name != "typer":
             raise
-        sys.exit("the ya-fsdp command needs typer: pip install 'ya-fsdp[cli]'")
+        sys.exit("the ya-fsdp command needs typer: pip install typer")
     app()

@@ -13,13 +13,14 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Tools beside the library.",
+    rich_markup_mode=None,
+    help="Tools that go with the library.",
 )
 
 
 @app.callback()
 def tools() -> None:
-    """Tools beside the library."""
+    """Tools that go with the library."""
 
 
 @app.command()

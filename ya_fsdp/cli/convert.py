@@ -78,7 +78,9 @@ def convert_folder(
         if shapes is None:
             raise ConversionError(
                 f"{source} is a distributed checkpoint, which does not say what shapes flattened "
-                "tensors had; give them with --shapes"
+                "tensors had; give them with --shapes (a checkpoint of whole tensors, such as one "
+                "of ya_fsdp.checkpoint.save, needs no conversion: python -m torch.distributed."
+                f"checkpoint.format_utils dcp_to_torch {source} {output} makes one file of it)"
             )
         state, report.left_flat = flattened.reshape(
             flattened.read(source), flattened.read_shapes(shapes)

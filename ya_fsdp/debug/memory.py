@@ -58,19 +58,20 @@ class MemoryReport:
 
     def __str__(self) -> str:
         width = max(len("unit"), *(len(group.unit) for group in self.groups))
-        head = f"{'unit':<{width}}  params     elements  padding  {'dtypes':<24}"
+        kinds = "master/gather/reduce"
+        dtypes = max(len(kinds), *(len(group.dtypes) for group in self.groups))
+        head = f"{'unit':<{width}}  params     elements  padding  {kinds:<{dtypes}}"
         lines = [f"{head}  shard MiB  gathered MiB  gradients MiB"]
         for g in self.groups:
             share = 100 * g.padding / max(1, g.elements + g.padding)
             lines.append(
                 f"{g.unit:<{width}}  {g.parameters:>6}  {g.elements:>11}  {share:>5.1f} %  "
-                f"{g.dtypes:<24}  {_mib(g.shard):>9}  {_mib(g.gathered):>12}  "
+                f"{g.dtypes:<{dtypes}}  {_mib(g.shard):>9}  {_mib(g.gathered):>12}  "
                 f"{_mib(g.gradients):>13}"
             )
-        slots = " + ".join(_mib(n) for n in self.gather_slots) or "none yet"
-        grads = " + ".join(_mib(n) for n in self.gradient_slots) or "none yet"
         lines.append(f"weights on this rank: {_mib(self.shards)} MiB")
-        lines.append(f"gather buffers: {slots} MiB; gradient buffers: {grads} MiB")
+        lines.append(f"buffers that gathered units take turns in: {_sum(self.gather_slots)}")
+        lines.append(f"buffers that gradients are reduced from: {_sum(self.gradient_slots)}")
         if self.secondary:
             lines.append(f"second shards: {_mib(self.secondary)} MiB")
         return "\n".join(lines)
@@ -78,6 +79,10 @@ class MemoryReport:
 
 def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.2f}"
+
+
+def _sum(slots: tuple[int, ...]) -> str:
+    return " + ".join(map(_mib, slots)) + " MiB" if slots else "none yet"
 
 
 def memory_report(model: nn.Module) -> MemoryReport:

@@ -13,6 +13,7 @@ Saving, loading, clipping, accumulation and merging are accelerate's own.
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -279,9 +280,17 @@ def engage(
             the plug-in that the accelerator has, and discovered options.
 
     Raises:
-        RuntimeError: If the accelerator has wrapped a model already.
+        RuntimeError: If the accelerator has wrapped a model already, or has not joined the other
+            processes that were started with this one.
         ValueError: If the plug-in is of version 1.
     """
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started > 1 and not accelerator.use_distributed:
+        raise RuntimeError(
+            f"{started} processes were started, but accelerate has joined none of them to another: "
+            "each would train a whole model alone. Without a GPU it wants to be told so: "
+            "YaFSDPAccelerator(cpu=True), TrainingArguments(use_cpu=True), or ACCELERATE_USE_CPU=1"
+        )
     if not isinstance(accelerator, YaFSDPAccelerator):
         # A model alone may be a reference model, prepared for evaluation.
         if accelerator._optimizers or any(isinstance(m, FSDPModule) for m in accelerator._models):
