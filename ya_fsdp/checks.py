@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import isnan
-from typing import Any
+from typing import Any, NoReturn
 
 
 def check_type(name: str, value: Any, kind: type[Any], hint: str = "") -> None:
@@ -49,3 +50,24 @@ def check_not_negative(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a number, got {value!r}")
     if isnan(value) or value < 0:
         raise ValueError(f"{name} must be at least 0, got {value}")
+
+
+_INSTEAD = {
+    "set_custom_all_gather": "set_collectives",
+    "set_custom_reduce_scatter": "set_collectives",
+    "set_allocate_memory_from_process_group_for_comm": "set_collectives(NcclBufferCollectives())",
+    "set_symm_mem_for_comm": "set_collectives(SymmetricMemoryCollectives())",
+    "set_reduce_scatter_unused_params": "ya_fsdp.set_reduce_unused(model)",
+    "set_reduce_scatter_max_input_buffers": "set_num_gradient_buffers",
+}
+
+
+def not_offered(name: str) -> Callable[..., NoReturn]:
+    """A method of torch's ``FSDPModule`` that says it has no counterpart, and what to call."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        hint = f"; use {_INSTEAD[name]}" if name in _INSTEAD else ""
+        raise NotImplementedError(f"{name} is not offered by ya_fsdp{hint}")
+
+    method.__name__ = name
+    return method

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from . import _torch, hooks
 from .build import ModuleState, schedule_of, state_of, units_of
-from .checks import check_flag, check_type
+from .checks import check_flag, check_type, not_offered
 from .collectives import Collectives, check_collectives
 from .gathering import UnshardHandle
 from .schedule import Schedule
@@ -303,6 +303,10 @@ def call_with_unshard(
         schedule.fail_forward(unit, open_calls)
         raise
 
+
+for _name in set(vars(FSDPModule)) - set(vars(YaFSDPModule)):
+    if _name.startswith("set_"):
+        setattr(YaFSDPModule, _name, not_offered(_name))
 
 # Compiled code begins and ends at a unit: gathers and hooks belong to no graph.
 _torch.hide_from_dynamo(YaFSDPModule.__call__, with_callees=False)

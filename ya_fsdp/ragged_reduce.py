@@ -16,7 +16,7 @@ from torch import Tensor
 from ya_fsdp._torch import argument_names, foreach_norm
 from ya_fsdp.ragged_ops import check_same_placement, register
 from ya_fsdp.ragged_random import is_cut_alike
-from ya_fsdp.ragged_tensor import RaggedShardDTensor
+from ya_fsdp.ragged_tensor import RaggedShardDTensor, asking_optimizer
 
 SMALL = (torch.float16, torch.bfloat16)
 
@@ -36,7 +36,7 @@ def _bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments
     if dims and len({d % max(tensor.dim(), 1) for d in dims}) < tensor.dim():  # type: ignore[union-attr]
         raise NotImplementedError(
             f"{func} over dims {sorted(dims)} of a RaggedShardDTensor: only reductions to one "
-            "value are defined. Use .full_tensor() (on every rank) first."
+            f"value are defined. Use .full_tensor() (on every rank) first.{asking_optimizer()}"
         )
     if bound.get("keepdim"):
         raise NotImplementedError(f"{func} with keepdim=True of a RaggedShardDTensor")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any, cast
@@ -39,13 +40,28 @@ OPERATORS: dict[Any, Handler] = {}
 """What each aten overload does with ragged tensors, filled by the files of operators."""
 
 
+def asking_optimizer() -> str:
+    """Of the optimizer whose step runs now, what an error has to say; empty outside of a step."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, torch.optim.Optimizer):
+            return (
+                f" ({type(owner).__name__} asks for it; optimizers that look at more than single "
+                "elements, such as Adafactor, LBFGS and Muon, can not train sharded parameters.)"
+            )
+        frame = frame.f_back
+    return ""
+
+
 def _refusal(func: Any, args: tuple[Any, ...]) -> str:
     """Why an operator can not run, with the name of the parameter if a unit manages it."""
     text = (
         f"{func} is not defined for a RaggedShardDTensor. Use .to_local() to work on this rank's "
         "piece, or .full_tensor() (on every rank) to work on the whole tensor."
     )
-    if func is torch.ops.aten.cat.default:
+    text += (optimizer := asking_optimizer())
+    if func is torch.ops.aten.cat.default and not optimizer:
         text += " (DistributedDataParallel joins parameters so: a sharded model needs none.)"
     names = [n for n in (getattr(a, "_ya_fsdp_fqn", None) for a in args) if n]
     if not names:

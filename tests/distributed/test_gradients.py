@@ -493,16 +493,20 @@ def test_every_optimizer_of_torch_updates_shards_as_it_updates_weights(pool: Wor
     pool.run(optimize)
 
 
-def adafactor(rank: int, world: int) -> None:
-    model, reference = pair(MLP, nested)
-    optimizer = torch.optim.Adafactor(model.parameters(), lr=0.05)
-    train_step(model, reference, rank, inputs(world))
-    with pytest.raises(NotImplementedError, match="RaggedShardDTensor"):
-        optimizer.step()
+def whole_parameters(rank: int, world: int) -> None:
+    for kind in (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon):
+        model, reference = pair(MLP, nested)
+        matrices = [p for p in model.parameters() if p.ndim == 2]
+        optimizer: Any = kind(matrices, lr=0.05)
+        train_step(model, reference, rank, inputs(world))
+        with pytest.raises(
+            NotImplementedError, match=rf"RaggedShardDTensor.*\({kind.__name__} asks"
+        ):
+            optimizer.step(lambda: 0.0)
 
 
-def test_adafactor_which_factors_whole_matrices_is_refused(world2: WorkerPool) -> None:
-    world2.run(adafactor)
+def test_an_optimizer_that_needs_whole_parameters_is_refused_by_name(world2: WorkerPool) -> None:
+    world2.run(whole_parameters)
 
 
 def optimizer_made_before(rank: int, world: int) -> None:

@@ -124,6 +124,16 @@ BAD: dict[str, Case] = {
         "mesh.*DeviceMesh.*'x'",
     ),
     "unshard": (lambda m, o: m.unshard("yes"), TypeError, "async_op must be a bool, got 'yes'"),
+    "a method of torch's": (
+        lambda m, o: m.set_custom_all_gather(None),
+        NotImplementedError,
+        "set_custom_all_gather is not offered by ya_fsdp; use set_collectives",
+    ),
+    "one without a counterpart": (
+        lambda m, o: m.set_all_reduce_hook(nowhere),
+        NotImplementedError,
+        "set_all_reduce_hook is not offered by ya_fsdp$",
+    ),
     "replicas, plain": (lambda m, o: debug.check_replicas(PLAIN), ValueError, UNSHARDED),
     "finite, plain": (lambda m, o: debug.non_finite_gradients(PLAIN), ValueError, UNSHARDED),
     "memory, no model": (lambda m, o: debug.memory_report("m"), TypeError, "model.*'m'"),  # type: ignore[arg-type]
