@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from math import isnan
 from typing import Any, NoReturn
+
+import torch
 
 
 def check_type(name: str, value: Any, kind: type[Any], hint: str = "") -> None:
@@ -71,3 +74,17 @@ def not_offered(name: str) -> Callable[..., NoReturn]:
 
     method.__name__ = name
     return method
+
+
+def asking_optimizer() -> str:
+    """Of the optimizer whose step runs now, what an error has to say; empty outside of a step."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, torch.optim.Optimizer):
+            return (
+                f" ({type(owner).__name__} asks for it; optimizers that look at more than single "
+                "elements, such as Adafactor, LBFGS and Muon, can not train sharded parameters.)"
+            )
+        frame = frame.f_back
+    return ""

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ya_fsdp._torch import argument_names, foreach_norm
+from ya_fsdp.checks import asking_optimizer
 from ya_fsdp.ragged_ops import check_same_placement, register
 from ya_fsdp.ragged_random import is_cut_alike
-from ya_fsdp.ragged_tensor import RaggedShardDTensor, asking_optimizer
+from ya_fsdp.ragged_tensor import RaggedShardDTensor
 
 SMALL = (torch.float16, torch.bfloat16)
 

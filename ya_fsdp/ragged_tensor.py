@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any, cast
@@ -24,6 +23,7 @@ from ya_fsdp._torch import (
     new_sharded_tensor,
     respec,
 )
+from ya_fsdp.checks import asking_optimizer
 from ya_fsdp.ragged_checkpoint import chunk_view, chunks, write_items
 from ya_fsdp.ragged_placement import (
     RaggedShard,
@@ -38,20 +38,6 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 OPERATORS: dict[Any, Handler] = {}
 """What each aten overload does with ragged tensors, filled by the files of operators."""
-
-
-def asking_optimizer() -> str:
-    """Of the optimizer whose step runs now, what an error has to say; empty outside of a step."""
-    frame: Any = sys._getframe()
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, torch.optim.Optimizer):
-            return (
-                f" ({type(owner).__name__} asks for it; optimizers that look at more than single "
-                "elements, such as Adafactor, LBFGS and Muon, can not train sharded parameters.)"
-            )
-        frame = frame.f_back
-    return ""
 
 
 def _refusal(func: Any, args: tuple[Any, ...]) -> str:
