@@ -121,6 +121,12 @@ def find_layers(
         found = _of_classes(model, list(model._no_split_modules))  # type: ignore[arg-type]
     else:
         found = _entries_of_lists(model)
+        if not found:
+            logger.warning(
+                "%s has no _no_split_modules and no nn.ModuleList: it is one unit, gathered as a "
+                "whole; name the classes of its layers in YaFSDPConfig(wrap=...)",
+                type(model).__name__,
+            )
     depth_first = sorted(found, key=lambda item: -item[0].count("."))
     inner_first = [item for item in depth_first if _can_be_unit(model, *item)]
     order = {name: i for i, (name, _) in enumerate(found)}
