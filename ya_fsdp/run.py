@@ -31,20 +31,24 @@ _OFF = ("0", "false", "no", "off")
 
 
 @contextmanager
-def swapped_fully_shard() -> Iterator[None]:
+def swapped_fully_shard() -> Iterator[list[str]]:
     """``torch.distributed.fsdp.fully_shard`` is ours inside.
 
     Modules that have imported torch's before keep it.
+
+    Yields:
+        A list that gets the class of every module that is sharded.
     """
     original = fsdp.fully_shard
-    fsdp.fully_shard = _stand_in(original)
+    sharded: list[str] = []
+    fsdp.fully_shard = _stand_in(original, sharded)
     try:
-        yield
+        yield sharded
     finally:
         fsdp.fully_shard = original
 
 
-def _stand_in(original: Callable[..., Any]) -> Callable[..., Any]:
+def _stand_in(original: Callable[..., Any], sharded: list[str]) -> Callable[..., Any]:
     @functools.wraps(original)
     def stand_in(module: Any, **kwargs: Any) -> Any:
         offload = kwargs.pop("offload_policy", None)
@@ -63,6 +67,7 @@ def _stand_in(original: Callable[..., Any]) -> Callable[..., Any]:
                 f"outputs are cast to {policy.output_dtype}, the loss too, which then moves in "
                 "coarse steps; accelerate's own mixed precision asks for it"
             )
+        sharded.append(type(module).__name__)
         # Whole state dicts are loaded by libraries, which know rows only.
         return fully_shard(module, granularity="row", **kwargs)
 
@@ -94,8 +99,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     if os.environ.get("YA_FSDP_ENABLED", "1").lower() in _OFF:
         _run(words[0], is_module)
         return
-    with swapped_fully_shard():
+    with swapped_fully_shard() as sharded:
         _run(words[0], is_module)
+    if not sharded and os.environ.get("RANK", "0") == "0":
+        print(
+            f"ya_fsdp.run: {words[0]} never called torch.distributed.fsdp.fully_shard, so nothing "
+            "was sharded (accelerate calls it on GPUs only, and with FSDP of version 2)",
+            file=sys.stderr,
+        )
 
 
 def _run(name: str, is_module: bool) -> None:

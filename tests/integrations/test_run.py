@@ -109,7 +109,9 @@ def test_a_script_sees_its_own_arguments_and_folder(
     monkeypatch.setattr(sys, "argv", ["run.py"])
     monkeypatch.setattr(sys, "path", list(sys.path))
     main([str(tmp_path / "it.py"), "--steps", "3"])
-    assert capsys.readouterr().out == "['--steps', '3'] 7\n"
+    said = capsys.readouterr()
+    assert said.out == "['--steps', '3'] 7\n"
+    assert "it.py never called torch.distributed.fsdp.fully_shard" in said.err
 
 
 def test_no_script_and_a_missing_one_end_with_the_usage(
