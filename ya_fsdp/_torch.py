@@ -123,6 +123,11 @@ def break_graph() -> None:
     torch._dynamo.graph_break()
 
 
+def is_recording() -> bool:
+    """Whether ``torch.jit.trace`` or ``torch.export`` records what runs; torch hides the former."""
+    return bool(torch._C._is_tracing()) or torch.compiler.is_exporting()
+
+
 def hide_from_dynamo(function: Any, *, with_callees: bool) -> None:
     """Keeps torch.compile from tracing a function (and what it calls, for as long as it runs).
 

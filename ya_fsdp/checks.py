@@ -7,7 +7,9 @@ from collections.abc import Callable
 from math import isnan
 from typing import Any, NoReturn
 
-import torch
+from torch.optim import Optimizer
+
+from . import _torch
 
 
 def check_type(name: str, value: Any, kind: type[Any], hint: str = "") -> None:
@@ -81,10 +83,24 @@ def asking_optimizer() -> str:
     frame: Any = sys._getframe()
     while frame is not None:
         owner = frame.f_locals.get("self")
-        if isinstance(owner, torch.optim.Optimizer):
+        if isinstance(owner, Optimizer):
             return (
                 f" ({type(owner).__name__} asks for it; optimizers that look at more than single "
                 "elements, such as Adafactor, LBFGS and Muon, can not train sharded parameters.)"
             )
         frame = frame.f_back
     return ""
+
+
+def refuse_recording() -> None:
+    """Raises inside ``torch.jit.trace`` and ``torch.export``, which would record collectives.
+
+    Raises:
+        RuntimeError: Says what to export instead.
+    """
+    if _torch.is_recording():
+        raise RuntimeError(
+            "a sharded model can not be exported or traced: its forward communicates. Collect the "
+            "weights with ya_fsdp.checkpoint.get_full_state_dict(model) on every rank, load them "
+            "into the plain model, and export that one."
+        )

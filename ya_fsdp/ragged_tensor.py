@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -180,6 +180,10 @@ class RaggedShardDTensor(DTENSOR_BASE):  # type: ignore[misc]
             "that is shared with other parameters: use copy_ under torch.no_grad()"
         )
 
+    def share_memory_(self) -> NoReturn:
+        """Refused: torch's own would move memory that other parameters share, and crash."""
+        raise NotImplementedError("sharded tensors can not be moved to shared memory")
+
     def like(self, local: Tensor, *, requires_grad: bool = False) -> RaggedShardDTensor:
         """A tensor of the same shape, mesh and placements with another piece.
 
@@ -265,9 +269,8 @@ class RaggedShardDTensor(DTENSOR_BASE):  # type: ignore[misc]
         target = tuple(placements)
         if target == self.placements:
             return source
-        result = ragged_mesh.redistributed(source._gathered(), target)
-        is_stock = isinstance(result, DTensor)
-        return result if is_stock else new_ragged(result, mesh, target, self.shape)
+        done = ragged_mesh.redistributed(source._gathered(), target)
+        return done if isinstance(done, DTensor) else new_ragged(done, mesh, target, self.shape)
 
     def data_ptr(self) -> int:
         """Address of a parameter's piece; for an empty piece a number no other tensor has.

@@ -12,6 +12,7 @@ from torch import nn
 
 from . import _torch
 from .buffers import Slot
+from .checks import refuse_recording
 from .collectives import Collectives
 from .gathering import Gathering
 from .reducer import Reducer, with_leftovers
@@ -75,9 +76,7 @@ class Schedule(Gathering):
         """Forgets a unit whose module is gone or has another root now."""
         if unit in self.units:
             self.units.remove(unit)
-        self.order = []
-        self.recording = []
-        self.finished = []
+        self.order, self.recording, self.finished = [], [], []
         self.reducer.accumulating.discard(unit)
         if unit.slot is not None and unit.slot.content is unit:
             unit.slot.content = unit.slot.holder = None
@@ -91,6 +90,7 @@ class Schedule(Gathering):
 
     def begin_iteration(self) -> None:
         """A new outermost forward: whatever an exception left behind is cleaned up first."""
+        refuse_recording()
         if not self.backward_alive():
             self.recover()
         if self.before_iteration is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -30,9 +31,11 @@ from tests.distributed.models import (
     pair,
     reference_backward,
     root,
+    train_step,
 )
 from tests.harness import WorkerPool, test_device
 from ya_fsdp import clip_grad_norm_, flat_parameters, fully_shard
+from ya_fsdp.checkpoint import get_full_state_dict
 from ya_fsdp.graph import capture_step
 
 
@@ -440,3 +443,29 @@ def reenter(rank: int, world: int) -> None:
 
 def test_a_unit_whose_forward_calls_the_unit_again_trains(world2: WorkerPool) -> None:
     world2.run(reenter)
+
+
+def export(rank: int, world: int) -> None:
+    model, reference = pair(MLP, nested)
+    xs = inputs(world)
+    for record in (
+        lambda: torch.jit.trace(model, xs[rank]),
+        lambda: torch.export.export(model, (xs[rank],), strict=False),
+    ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch, that TorchScript is old
+            with pytest.raises(RuntimeError, match=r"can not be exported.*get_full_state_dict"):
+                record()
+    with pytest.raises(NotImplementedError, match="shared memory"):
+        model.share_memory()
+    train_step(model, reference, rank, xs)
+    plain = MLP().to(test_device())
+    plain.load_state_dict(get_full_state_dict(model, rank0_only=False))
+    exported = torch.export.export(plain, (xs[rank],)).module()
+    torch.testing.assert_close(exported(xs[rank]), reference(xs[rank]))
+
+
+def test_a_sharded_model_is_not_traced_or_exported_but_its_weights_are(
+    world2: WorkerPool,
+) -> None:
+    world2.run(export)
