@@ -96,7 +96,8 @@ class _Arrival:
     def __call__(self, _: Any) -> None:
         self._schedule.pre_backward(self._unit)
         for schedule, unit in self.ends:
-            schedule.try_end_backward(unit)
+            if unit is not self._unit:  # whose backward has just begun, perhaps to recompute
+                schedule.try_end_backward(unit)
 
 
 def watch_inputs(

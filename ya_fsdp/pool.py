@@ -149,3 +149,8 @@ class GatherPool:
     def is_free(self, unit: Unit) -> bool:
         """Whether the unit could be gathered now without taking its slot from anybody."""
         return unit.slot is not None and unit.slot.holder in (None, unit)
+
+    def can_take(self, unit: Unit) -> bool:
+        """Whether the unit could be gathered now without giving anybody else another slot."""
+        holder = None if unit.slot is None else unit.slot.holder
+        return unit.slot is not None and (holder in (None, unit) or not holder.in_use)

@@ -95,7 +95,7 @@ class Schedule(Gathering):
             self.recover()
         if self.before_iteration is not None:
             self.before_iteration()
-        self.stamp += not self.weights_unchanged
+        self.stamp += self.uniform or not self.weights_unchanged
         if self.recording and not self._keeps_recording():
             self.order, self.recording, self.finished = self.recording, [], []
         self._following = bool(self.order)
@@ -115,7 +115,7 @@ class Schedule(Gathering):
         for slot in self.pool.slots:
             slot.free_event = None
         for unit in self.units:
-            if unit.kept:
+            if unit.kept and not self.uniform:  # ranks used, so kept, different units
                 self.renew(unit, self.stamp)
         if self.uniform:
             for unit in self.units:
@@ -315,7 +315,7 @@ class Schedule(Gathering):
             return
         following = self.finished[position]
         if following.pending_backward and following.unshard_in_backward:
-            if not self.pool.is_free(following):
+            if not self.pool.can_take(following):
                 return
             self.launch_gather(following, following.forward_stamp)
         self._prefetch_backward(following)
