@@ -4,7 +4,8 @@
     accelerate launch --config_file fsdp2.yaml examples/hf_clm.py --data my_texts/ --bf16
     torchrun --nproc_per_node 2 examples/hf_clm.py --model path/to/a/model --data file.txt
 
-A single process trains too, unsharded. ``--help`` lists the options.
+A single process trains too, unsharded. ``--help`` lists the options. What it needs:
+``pip install '.[transformers]'``; docs/integrations/accelerate.md shows a fsdp2.yaml.
 """
 
 from __future__ import annotations
@@ -61,7 +62,10 @@ def options() -> argparse.Namespace:
     parser.add_argument("--profile", type=Path, help="a folder for traces (Perfetto)")
     parser.add_argument("--report_to", default="none", help="tensorboard, wandb, ...")
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    chosen = parser.parse_args()
+    if chosen.data is not None and not chosen.data.exists():
+        parser.error(f"--data {chosen.data}: there is no such file or folder")
+    return chosen
 
 
 def model_and_tokenizer(chosen: argparse.Namespace) -> tuple[Any, Any]:

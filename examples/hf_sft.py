@@ -4,7 +4,8 @@
     accelerate launch --config_file fsdp2.yaml examples/hf_sft.py --model folder --data chats.jsonl
 
 ``--data`` has a JSON object in every line, with ``messages`` of ``role`` and ``content``. Without
-``--model`` a small new Llama is trained. ``--help`` lists the options.
+``--model`` a small new Llama is trained. ``--help`` lists the options. What it needs:
+``pip install '.[trl]'``; docs/integrations/accelerate.md shows a fsdp2.yaml.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ def options() -> argparse.Namespace:
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
     parser.add_argument("--report_to", default="none", help="tensorboard, wandb, ...")
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    chosen = parser.parse_args()
+    if chosen.data is not None and not chosen.data.exists():
+        parser.error(f"--data {chosen.data}: there is no such file or folder")
+    return chosen
 
 
 def read_chats(path: Path | None) -> Dataset:

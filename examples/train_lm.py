@@ -5,7 +5,8 @@
     python examples/train_lm.py --data my_texts/ --steps 2000 --dim 384 --layers 8
 
 Tokens are bytes. Without ``--data`` the text is the Python standard library's own source, which
-lies on every machine that can run this.
+lies on every machine that can run this. ``make train`` installs what this needs; so does
+``pip install '.[examples]'``.
 """
 
 from __future__ import annotations

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+import ya_fsdp
+from ya_fsdp import checkpoint, debug, integrations
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
 
@@ -31,6 +34,18 @@ def test_every_test_that_a_page_names_exists(page: Path) -> None:
     named = set(re.findall(r"`(test_\w+)`", page.read_text()))
     files = {path.stem for path in ROOT.glob("tests/**/test_*.py")}
     assert named - functions_of_tests() - files == set()
+
+
+def test_the_list_of_public_names_is_whole() -> None:
+    listed = set(re.findall(r"`(\w+)`", (ROOT / "docs/api.md").read_text()))
+    public = {n for m in (ya_fsdp, checkpoint, debug, integrations) for n in m.__all__}
+    methods = {
+        name
+        for name, member in vars(ya_fsdp.YaFSDPModule).items()
+        if callable(member) and not name.startswith("_") and member.__module__ == "ya_fsdp.module"
+    }
+    assert "no_sync" in methods and "set_all_reduce_hook" not in methods
+    assert (public | methods) - {"__version__"} - listed == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
