@@ -10,6 +10,7 @@ from .buffers import Slot
 from .carveout import CarveOut
 from .collectives import Collectives
 from .pool import GatherPool
+from .reserve import Reserve
 from .streams import Streams
 from .unit import Unit, optimizer_steps
 
@@ -27,6 +28,7 @@ class Gathering:
         self.collectives = collectives
         self.pool = GatherPool(collectives)
         self.carveout: CarveOut | None = None
+        self.reserve = Reserve(streams)
         self.trail = Trail()
         watchdog.watch(self.trail)
 
@@ -50,12 +52,16 @@ class Gathering:
             return
         slot.content = None
         slot.stamp = -1  # an error below leaves the unit in the slot, but not its bytes
+        if self.reserve.has(unit, stamp):
+            self._bring_back(unit, slot)
+            return
         collectives = unit.collectives or self.collectives
         if self.trail.debug:
             self.trail.announce(unit, Kind.GATHER, collectives, self.streams)
         if not unit.switched:
             unit.readopt_if_replaced()
-        if slot.own and self.streams.asynchronous:
+        if slot.own:
+            self.reserve.before(unit)
             self._take_memory(slot)
         self.streams.comm_waits(slot.free_event)
         slot.free_event = None
@@ -85,9 +91,17 @@ class Gathering:
         slot.content = unit
         slot.stamp = stamp
 
+    def _bring_back(self, unit: Unit, slot: Slot) -> None:
+        """Into its slot again from host memory, on the compute stream."""
+        self._take_memory(slot)
+        slot.stamp = self.reserve.bring_back(unit)
+        slot.content = slot.holder = unit
+
     def renew(self, unit: Unit, stamp: int) -> None:
         """Takes a unit that stayed gathered for gathered anew, if its weights are the same."""
         slot = unit.slot
+        if slot is not None and slot.holder is None and self.reserve.has(unit):
+            self._bring_back(unit, slot)
         still_there = slot is not None and slot.holder is unit and slot.content is unit
         ours = unit.switched or not any(group.replaced() for group in unit.groups)
         if still_there and slot is not None and unit.is_current() and ours:
@@ -122,7 +136,7 @@ class Gathering:
     def _take_memory(self, slot: Slot) -> None:
         """Memory of a slot that gave it back; it comes from what compute has freed."""
         if slot.resident_bytes < slot.num_bytes:
-            slot.alloc_storage(slot.num_bytes)
+            self.reserve.with_room(lambda: slot.alloc_storage(slot.num_bytes))
             self.streams.comm_waits_for_compute()
         elif _torch.is_capturing(self.streams.device):
             slot.fixed = True  # the graph writes to this address at every replay

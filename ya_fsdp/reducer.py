@@ -16,6 +16,7 @@ from .gradients import ReduceInput
 from .group import ParamGroup
 from .mesh import MeshInfo
 from .pool import new_slot
+from .reserve import Reserve
 from .streams import Streams
 from .unit import Unit
 
@@ -32,9 +33,12 @@ class Reducer:
         accumulating: Units that hold unreduced gradients of microbatches without communication.
     """
 
-    def __init__(self, streams: Streams, collectives: Collectives, trail: Trail) -> None:
+    def __init__(
+        self, streams: Streams, collectives: Collectives, trail: Trail, reserve: Reserve
+    ) -> None:
         self.streams = streams
         self.trail = trail
+        self.reserve = reserve
         self.collectives = collectives
         self.num_buffers = 1
         self.chosen_buffers: int | None = None
@@ -136,7 +140,7 @@ class Reducer:
 
     def _prepare(self, unit: Unit, group: ParamGroup) -> bool:
         if unit.early is None:
-            return group.grads.prepare(group.device)
+            return self.reserve.with_room(lambda: group.grads.prepare(group.device))
         # It is freed where it is used, so the memory has to be that stream's.
         with self.streams.on_comm():
             return group.grads.prepare(group.device)
@@ -237,7 +241,8 @@ class Reducer:
         mine = [s for s in self.slots if s.maker is maker and s.ring == unit.ring]
         free = [s for s in mine if s.holder is None]
         if len(mine) < self.num_buffers or not free:
-            slot = new_slot(self._slot_bytes, group.device, collectives, "reduce")
+            size, device = self._slot_bytes, group.device
+            slot = self.reserve.with_room(lambda: new_slot(size, device, collectives, "reduce"))
             slot.ring = unit.ring
             if not self.keep_buffers:
                 slot.free_storage()  # each unit takes what it needs
@@ -249,7 +254,7 @@ class Reducer:
             self.slots.append(slot)
         # Ordered before a reallocation: the old bytes go back to the compute stream's pool.
         self.streams.compute_waits(slot.free_event)
-        slot.alloc_storage(unit.reduce_bytes)
+        self.reserve.with_room(lambda: slot.alloc_storage(unit.reduce_bytes))
         return slot
 
     def finish(self, units: Sequence[Unit] | None) -> None:

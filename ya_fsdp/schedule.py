@@ -47,7 +47,7 @@ class Schedule(Gathering):
         super().__init__(streams, collectives)
         self.units = units
         self.is_orphanage = is_orphanage
-        self.reducer = Reducer(streams, collectives, self.trail)
+        self.reducer = Reducer(streams, collectives, self.trail, self.reserve)
         self.stamp = 0
         self.open_calls = 0
         # Whether every rank runs every unit's collectives, whatever its units were used for.

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +15,7 @@ from torch import nn
 
 from tests.distributed.models import (
     MLP,
+    assert_none_stale,
     assert_same_gradients,
     inputs,
     leaf,
@@ -24,8 +29,9 @@ from tests.distributed.models import (
 )
 from tests.distributed.test_schedule import Recorder
 from tests.harness import WorkerPool, uses_nccl
-from ya_fsdp import residency, set_resident_budget
+from ya_fsdp import reducer, residency, set_resident_budget
 from ya_fsdp.build import schedule_of, state_of
+from ya_fsdp.reserve import MemoryState
 
 
 def six_layers() -> nn.Module:
@@ -129,31 +135,161 @@ def test_one_rank_alone_has_no_traffic_to_save(world1: WorkerPool) -> None:
     world1.run(whole_shards)
 
 
-def after_the_first_step(rank: int, world: int) -> list[tuple[int, int]]:
+TOTAL = 100  # bytes, so that margins are bytes
+
+
+class Memory:
+    """A device on which ``fits`` bytes of gathered units find room beside everything else."""
+
+    def __init__(self, model: Any, fits: int = 0) -> None:
+        self.fits = fits
+        self.free = 1 << 30
+        self.failures = 0
+        self._reserve = schedule_of(model).reserve
+
+    def __call__(self) -> MemoryState:
+        most = TOTAL - int(residency.MARGIN * TOTAL) - self.fits + self._reserve.num_bytes
+        return MemoryState(TOTAL, TOTAL, TOTAL - self.free, most, self.failures)
+
+
+def follow(model: Any, num_bytes: int | None, memory: Memory | None) -> None:
+    """``set_resident_budget`` on a device with another memory."""
+    set_resident_budget(model, num_bytes)
+    schedule = schedule_of(model)
+    schedule.after_backward = []
+    residency._Budget(schedule, num_bytes, memory)
+
+
+@contextmanager
+def warnings_of_ours() -> Iterator[list[str]]:
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ya_fsdp").addHandler(handler)
+    try:
+        yield found
+    finally:
+        logging.getLogger("ya_fsdp").removeHandler(handler)
+
+
+def over_steps(rank: int, world: int) -> tuple[list[tuple[int, int]], list[str]]:
     model, reference = pair(six_layers, nested)
     recorder = Recorder.on(model)
     optimizers = sgd_pair(model, reference)
     size = layer_bytes(model)
     # Ranks with different free memory have to agree: three units fit on one, two on the other.
-    residency._Watch(schedule_of(model), lambda: (3 - rank) * size)
+    memory = Memory(model, (3 - rank) * size)
+    follow(model, None, memory)
     counts = []
-    for micro in range(6):
-        xs = inputs(world, seed=micro)
-        counts.append(counted_step(model, reference, rank, xs, recorder))
-        if micro % 2:  # two microbatches a step
-            for optimizer in optimizers:
-                optimizer.step()
-    assert not schedule_of(model).after_backward, "it chooses once"
+    with warnings_of_ours() as found:
+        for micro in range(10):
+            if micro in (5, 6, 7):
+                memory.fits = (4 * size, 5 * size - 1 - rank, (9 - 8 * rank) * size)[micro - 5]
+            xs = inputs(world, seed=micro)
+            counts.append(counted_step(model, reference, rank, xs, recorder))
+            if micro % 2:  # two microbatches a step
+                for optimizer in optimizers:
+                    optimizer.step()
     set_resident_budget(model, None)
+    assert not schedule_of(model).after_backward
     counts.append(counted_step(model, reference, rank, inputs(world), recorder))
-    return counts
+    return counts, found
 
 
-def test_auto_waits_for_the_first_step_and_takes_the_least_of_all_ranks(
+def test_auto_chooses_after_the_first_step_and_follows_the_least_memory_of_all_ranks(
     world2: WorkerPool,
 ) -> None:
-    for counts in world2.run(after_the_first_step):
-        assert counts == [(7, 4)] * 3 + [(7, 2)] * 3 + [(7, 4)]
+    for counts, found in world2.run(over_steps):
+        assert counts == [(7, 4)] * 3 + [(7, 2)] * 3 + [(7, 0)] * 2 + [(7, 3)] * 2 + [(7, 4)]
+        assert len(found) == 1 and "memory got short on a rank" in found[0]
+
+
+# ---- when memory gets short ----------------------------------------------------------------------
+
+
+@contextmanager
+def shortage(memory: Memory, why: str) -> Iterator[None]:
+    """A step that finds less memory than the ones before it."""
+    if why == "allocation":
+        once = iter([torch.OutOfMemoryError("as if")])
+        new_slot = reducer.new_slot
+
+        def allocate(*args: Any) -> Any:
+            for error in once:
+                raise error
+            return new_slot(*args)
+
+        with patch.object(reducer, "new_slot", allocate):
+            yield
+    elif why == "free memory":
+        memory.free = -memory.fits
+        yield
+        memory.free = 1 << 30
+    else:
+        memory.failures += 1
+        yield
+
+
+def run_short(rank: int, world: int, why: str) -> Any:
+    """Four units stay gathered; in the second step rank 1 has too little memory for that."""
+    model, reference = pair(six_layers, nested)
+    recorder = Recorder.on(model)
+    size = layer_bytes(model)
+    memory = Memory(model, size)
+    follow(model, 4 * size, memory)
+    reserve = schedule_of(model).reserve
+    moved, counts, kept = [], [], []
+    set_aside = reserve._set_aside
+    reserve._set_aside = lambda unit: moved.append(unit.fqn) or set_aside(unit)  # type: ignore
+    with warnings_of_ours() as found:
+        for step in range(4):
+            schedule_of(model).reducer.slots.clear()
+            with shortage(memory, why) if rank == 1 and step == 1 else nullcontext():
+                xs = inputs(world, seed=step)
+                counts.append(counted_step(model, reference, rank, xs, recorder))
+            kept.append(reserve.num_bytes // size)
+            assert_none_stale(model, reference, xs[rank])
+            recorder.take()
+    assert not reserve._aside
+    return moved, counts, kept, len(found)
+
+
+@pytest.mark.parametrize("why", ["free memory", "allocation", "user code"])
+def test_units_wait_in_host_memory_where_it_is_short_and_the_budget_shrinks(
+    world2: WorkerPool, why: str
+) -> None:
+    rich, poor = world2.run(run_short, why)
+    assert rich[0] == []
+    assert poor[0] == ([] if why == "user code" else ["layers.2", "layers.3"])
+    assert rich[1:] == poor[1:] == ([(7, 0)] * 2 + [(7, 2)] * 2, [4, 2, 2, 2], 1)
+
+
+def two_forwards_while_short(rank: int, world: int) -> None:
+    """Units in host memory that another forward, with or without gradients, wants first."""
+    model, reference = pair(six_layers, nested)
+    memory = Memory(model)
+    follow(model, 1 << 30, memory)
+    schedule = schedule_of(model)
+    model.set_reshard_after_backward(False)
+    xs = inputs(world)
+    train_step(model, reference, rank, xs)
+    model.zero_grad()
+    reference.zero_grad()
+    first = loss(model, xs[rank])
+    if rank == 1:
+        assert schedule.reserve.make_room() > 0
+    second = loss(model, 2 * xs[rank])
+    if rank == 1:
+        assert schedule.reserve.make_room() > 0
+    (first + second).backward()
+    reference_backward(reference, xs)
+    reference_backward(reference, 2 * xs)
+    assert_same_gradients(model, reference)
+    train_step(model, reference, rank, xs)
+
+
+def test_units_in_host_memory_come_back_for_whoever_needs_them(world2: WorkerPool) -> None:
+    world2.run(two_forwards_while_short)
 
 
 def refuse(rank: int, world: int) -> None:
