@@ -56,13 +56,14 @@ test-gpu: setup
 	$(BIN)/python -m pytest tests/gpu $(ARGS)
 	YA_FSDP_TEST_NCCL=1 $(BIN)/python -m pytest tests/distributed $(ARGS)
 
-# About ten minutes on one GPU; rows go to runs/, the report and its picture to docs/benchmarks/.
+# About twelve minutes on one GPU; rows go to runs/, the report and its picture to docs/benchmarks/.
 benchmarks: setup
 	$(BIN)/python -m benchmarks.emulated --out runs/emulated.jsonl
 	$(BIN)/python -m benchmarks.host --out runs/host.jsonl
 	$(BIN)/python -m benchmarks.trace --row 7B:2048:300 --out runs/trace.jsonl
 	$(BIN)/python -m benchmarks.nccl_one_gpu --out runs/nccl.jsonl
 	$(BIN)/python -m benchmarks.memory --out runs/memory.jsonl
+	$(BIN)/python -m benchmarks.budget --out runs/budget.jsonl
 	$(BIN)/python -m benchmarks.optimizer --out runs/optimizer.jsonl
 	$(BIN)/python -m benchmarks.checkpoint --out runs/checkpoint.jsonl
 	$(BIN)/python -m benchmarks.report runs/*.jsonl

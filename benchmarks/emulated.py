@@ -193,7 +193,7 @@ def records_of(
     return records
 
 
-_HEADER = (
+HEADER = (
     f"{'row':<22} {'implementation':<26} {'step ms (min-max)':>22} {'host':>7} {'/plain':>7} "
     f"{'/bound':>7} {'alloc':>7} {'resv':>7} {'retry':>5} {'coll':>5} {'GB':>6}"
 )
@@ -255,7 +255,7 @@ def main(
     every: list[dict[str, Any]] = []
     if device == "cpu":
         torch.set_num_threads(1)
-    typer.echo(_HEADER)
+    typer.echo(HEADER)
     for row in parsed:
         records = records_of(row, variants, plan, *measure_row(row, variants, plan))
         for record in records:
