@@ -28,3 +28,8 @@ def finished(tensor: Tensor) -> Tensor:
     if isinstance(tensor, AsyncCollectiveTensor):
         return tensor.wait()
     return tensor
+
+
+def forget_groups(mesh: DeviceMesh) -> None:
+    """Lets destroyed process groups go, which a mesh keeps by name."""
+    getattr(mesh, "_pg_registry", {}).clear()

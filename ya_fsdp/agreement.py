@@ -143,6 +143,11 @@ class Trail:
             self._groups.append((group, timeout))
         return path
 
+    def forget_groups(self) -> None:
+        """The process groups are destroyed."""
+        self._groups.clear()
+        self._paths.clear()
+
     def leave_order(self, unit: Unit, before: Sequence[Unit]) -> None:
         """Remembers that this rank runs ``unit`` where the last iteration ran ``before``."""
         there = f"ran '{before[0].fqn}'" if before else "had ended"

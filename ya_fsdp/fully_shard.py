@@ -26,6 +26,7 @@ from .build import (
 from .checks import check_flag
 from .collectives import Collectives, check_collectives
 from .fused_linear import fuse_linears
+from .leaving import leave_at_exit
 from .mesh import MeshInfo
 from .module import YaFSDPModule, sharded_class
 from .pipeline import offer_to_pipelines
@@ -361,6 +362,8 @@ def _default_mesh() -> DeviceMesh:
         if device_type != "cpu":
             torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group()
+        if device_type == "cpu":
+            leave_at_exit()
     elif device_type != "cpu" and dist.get_backend() == "gloo":
         device_type = "cpu"
     return init_device_mesh(device_type, (dist.get_world_size(),))

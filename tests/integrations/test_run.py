@@ -30,7 +30,7 @@ import json, sys
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from tests.integrations.support import llama, tokens
+from tests.integrations.support import llama, parts_tied_weights, tokens
 
 plugin = FullyShardedDataParallelPlugin(
     fsdp_version=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP", **json.loads(sys.argv[2])
@@ -39,7 +39,8 @@ accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
 accelerator.state.fsdp_plugin = plugin
 accelerator.state.distributed_type = DistributedType.FSDP
 rank = accelerator.process_index
-model = llama(tied=True, seed=3 if rank == 0 else 4)
+tied = not parts_tied_weights
+model = llama(tied=tied, seed=3 if rank == 0 else 4)
 model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
 losses = []
 for step in range(4):

@@ -33,6 +33,7 @@ FLOORS = {
     "build": 4,
     "hooks": 4,
     "strays": 4,
+    "leaving": 4,
     "watchdog": 1,
     "schedule": 3,
     "reducer": 3,
