@@ -205,7 +205,8 @@ def _pieces(model: nn.Module) -> dict[int, tuple[ParamGroup, FlatPiece]]:
 
 def _slice(group: ParamGroup, piece: FlatPiece, index: int, value: Any) -> Any:
     """One parameter's part of a flat state tensor; scalars are shared by all."""
-    if not isinstance(value, Tensor) or value.numel() != piece.end - piece.start:
+    is_flat = isinstance(value, Tensor) and value.dim() == 1
+    if not is_flat or value.numel() != piece.end - piece.start:
         return value.clone() if isinstance(value, Tensor) else value
     info, param = group.mesh_info, group.params[index]
     start, end = group.layout.local_range(info.shard_rank, index)
@@ -216,7 +217,7 @@ def _slice(group: ParamGroup, piece: FlatPiece, index: int, value: Any) -> Any:
 
 def _join(group: ParamGroup, piece: FlatPiece, entries: dict[int, dict[str, Any]]) -> Any:
     """The flat state tensor of a piece from its parameters' parts."""
-    first = next(iter(entries.values()))
+    first = max(entries.values(), key=len)
     joined: dict[str, Any] = {}
     for name, value in first.items():
         if not isinstance(value, Tensor) or value.dim() == 0:
@@ -224,6 +225,8 @@ def _join(group: ParamGroup, piece: FlatPiece, entries: dict[int, dict[str, Any]
             continue
         flat = torch.zeros(piece.end - piece.start, dtype=value.dtype, device=piece.param.device)
         for index, entry in entries.items():
+            if name not in entry:
+                continue  # a parameter that had no gradient yet: zeros
             start, end = group.layout.local_range(group.mesh_info.shard_rank, index)
             part = entry[name]
             local = getattr(part, "_local_tensor", part)

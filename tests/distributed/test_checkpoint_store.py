@@ -565,16 +565,38 @@ def test_what_the_page_on_checkpoints_shows_runs_and_prints_what_it_says(
     assert set(torch.load(tmp_path / "model.pt", weights_only=False)) == {"model", "optimizer"}
 
 
-def flat_optimizer(rank: int, world_size: int, folder: str) -> None:
-    model = shard(plain_net())
-    optimizer = torch.optim.AdamW(flat_parameters(model))
-    train(model, optimizer, 1)
-    with pytest.raises(CheckpointError, match="load_flat_optimizer_state_dict"):
-        checkpoint.save(folder, model, optimizer, step=1)
-    assert checkpoint.latest(folder) is None
+def flat_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(flat_parameters(model), lr=0.05, weight_decay=0.1)
 
 
-def test_an_optimizer_over_flat_parameters_is_told_how_to_save(
-    world2: WorkerPool, tmp_path: Path
+def save_flat(rank: int, world_size: int, folder: str, flat: bool) -> None:
+    model = shard(plain_net(), "element")
+    optimizer = (flat_adamw if flat else adamw)(model)
+    train(model, optimizer, 2)
+    checkpoint.save(folder, model, optimizer, step=2)
+
+
+def resume_flat(rank: int, world_size: int, folder: str, flat: bool) -> tuple[Any, Any]:
+    results = []
+    for through_rank_0 in (False, True):
+        model = shard(plain_net(seed=9), "row")
+        optimizer = (flat_adamw if flat else adamw)(model)
+        checkpoint.load(folder, model, optimizer)
+        if through_rank_0:
+            states = checkpoint.get_full_optimizer_state_dict(model, optimizer)
+            optimizer = (flat_adamw if flat else adamw)(model)
+            checkpoint.load_full_optimizer_state_dict(model, optimizer, states)
+        train(model, optimizer, 2, first=2)
+        results.append(wholes(model))
+    return results[0], results[1]
+
+
+@pytest.mark.parametrize("saved, loaded", [(True, True), (True, False), (False, True)])
+def test_a_run_resumes_with_flat_parameters_where_it_had_others_and_the_other_way(
+    world2: WorkerPool, world3: WorkerPool, tmp_path: Path, saved: bool, loaded: bool
 ) -> None:
-    world2.run(flat_optimizer, str(tmp_path))
+    world2.run(save_flat, str(tmp_path), saved)
+    reference, _ = trained_plain(4)
+    for direct, through_rank_0 in world3.run(resume_flat, str(tmp_path), loaded):
+        assert_near(direct, wholes(reference))
+        assert_near(through_rank_0, wholes(reference))

@@ -90,6 +90,7 @@ ARROWS = {
     ("wrapper", "flat"),
     ("wrapper", "clipping"),
     ("wrapper", "checkpoint"),
+    ("checkpoint", "flat"),
     ("build", "hooks"),
     ("build", "strays"),
     ("schedule", "reducer"),

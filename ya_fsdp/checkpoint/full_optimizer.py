@@ -11,7 +11,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .full import describe_tensors, spread, whole_of
-from .optimizer_state import Named, by_name, compare_groups, get_named, set_named, template
+from .optimizer_state import (
+    Named,
+    by_name,
+    compare_groups,
+    get_named,
+    optimizer_names,
+    set_named,
+    template,
+)
 from .peers import CheckpointError, Peers
 
 
@@ -108,14 +116,14 @@ def _targets(
     model: nn.Module, optimizer: Optimizer, plan: Mapping[str, Any]
 ) -> dict[str, dict[str, Tensor]]:
     find = by_name(model)
-    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    known = {name for group in optimizer_names(model, optimizer) for name in group}
     targets = {}
     for name, (tensors, _) in plan.items():
         try:
             parameter = find(name)
         except KeyError:
             continue  # Only a load that is not strict comes here with a name that is unknown.
-        if id(parameter) in known:
+        if name in known:
             targets[name] = {
                 key: template(optimizer, name, parameter, key, shape, dtype)
                 for key, (shape, dtype) in tensors.items()

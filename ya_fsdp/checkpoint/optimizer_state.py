@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..build import groups_of
+from ..flat import flat_optimizer_state_dict, load_flat_optimizer_state_dict
 from ..ragged import RaggedShardDTensor
-from .entries import parameter_names
+from .entries import parameter_names, plain_name
 from .peers import CheckpointError
 
 Named = dict[str, Any]
@@ -26,16 +27,12 @@ def optimizer_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     Raises:
         CheckpointError: If the optimizer has a parameter that the model does not have.
     """
+    if _is_flat(model, optimizer):
+        return [group["params"] for group in _flat_named(model, optimizer)["param_groups"]]
     names = parameter_names(model)
     result = []
     for number, group in enumerate(optimizer.param_groups):
         strangers = sum(parameter not in names for parameter in group["params"])
-        if strangers and any(group.grads.shard.pieces for group in groups_of(model)):
-            raise CheckpointError(
-                "the optimizer is over flat_parameters, whose state has no names here: save "
-                "flat_optimizer_state_dict(model, optimizer) with torch.distributed.checkpoint and "
-                "give it back with load_flat_optimizer_state_dict"
-            )
         if strangers:
             raise CheckpointError(
                 f"{strangers} parameters of the optimizer's group {number} are not parameters of "
@@ -43,6 +40,43 @@ def optimizer_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
             )
         result.append([names[parameter] for parameter in group["params"]])
     return result
+
+
+def _is_flat(model: nn.Module, optimizer: Optimizer) -> bool:
+    """Whether the optimizer is over flat parameters, and the model's are others."""
+    flat = {piece.param for group in groups_of(model) for piece in group.grads.shard.pieces}
+    flat -= set(parameter_names(model))
+    return any(p in flat for group in optimizer.param_groups for p in group["params"])
+
+
+def _flat_named(model: nn.Module, optimizer: Optimizer) -> Named:
+    """State of flat parameters, cut into that of the model's parameters, alike on all ranks.
+
+    In which order flat parameters hold the others depends on what this rank owns.
+    """
+    named = flat_optimizer_state_dict(model, optimizer)
+    state = {plain_name(name): values for name, values in named["state"].items()}
+    order = {name: index for index, name in enumerate(parameter_names(model).values())}
+    return {
+        "state": {name: state[name] for name in sorted(state, key=order.__getitem__)},
+        "param_groups": [
+            {**group, "params": sorted(map(plain_name, group["params"]), key=order.__getitem__)}
+            for group in named["param_groups"]
+        ],
+    }
+
+
+def _set_flat_named(model: nn.Module, optimizer: Optimizer, named: Named) -> None:
+    """The opposite; parameters without state of their own count as ones with zeros."""
+    own = flat_optimizer_state_dict(model, optimizer)
+    state = {name: named["state"].get(plain_name(name), {}) for name in own["state"]}
+    kept = {name: group for group in named["param_groups"] for name in group["params"]}
+    groups = [
+        next((kept[name] for n in group["params"] if (name := plain_name(n)) in kept), group)
+        for group in own["param_groups"]
+    ]
+    load_flat_optimizer_state_dict(model, optimizer, {"state": state, "param_groups": groups})
+    optimizer.load_state_dict(optimizer.state_dict())  # which sets dtypes and devices
 
 
 def get_named(model: nn.Module, optimizer: Optimizer) -> Named:
@@ -53,6 +87,9 @@ def get_named(model: nn.Module, optimizer: Optimizer) -> Named:
     Raises:
         CheckpointError: If state of a sharded parameter is neither sharded like it nor one number.
     """
+    if _is_flat(model, optimizer):
+        named = _flat_named(model, optimizer)
+        return {**named, "state": {n: values for n, values in named["state"].items() if values}}
     names = optimizer_names(model, optimizer)
     packed = optimizer.state_dict()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -81,6 +118,9 @@ def _check_value(name: str, key: str, parameter: Tensor, value: Any) -> None:
 
 def set_named(model: nn.Module, optimizer: Optimizer, named: Named) -> None:
     """Hands the optimizer the named state; its own ``load_state_dict`` sets dtypes and devices."""
+    if _is_flat(model, optimizer):
+        _set_flat_named(model, optimizer, named)
+        return
     names = optimizer_names(model, optimizer)
     numbers = {name: i for i, name in enumerate(n for group in names for n in group)}
     by_name = {name: group for group in named["param_groups"] for name in group["params"]}
