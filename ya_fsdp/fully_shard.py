@@ -24,7 +24,7 @@ from .build import (
     state_of,
 )
 from .checks import check_flag
-from .collectives import Collectives, check_collectives
+from .collectives import Collectives, check_collectives, check_use
 from .fused_linear import fuse_linears
 from .leaving import leave_at_exit
 from .mesh import MeshInfo
@@ -134,7 +134,8 @@ def fully_shard(
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If a module or parameter can not be sharded; the message names it.
-        RuntimeError: If there is no process group and no torchrun environment to make one from.
+        RuntimeError: If there is no process group and no torchrun environment to make one from, or
+            ``collectives`` can not work on the mesh.
     """
     modules = _check_modules(module)
     check_reshard(reshard_after_forward)
@@ -152,6 +153,7 @@ def fully_shard(
     _check_devices(params, device)
     mesh_info = _mesh_info(mesh, shard_optimizer_over_replicas, policy, params)
     reshard = resolve_reshard(reshard_after_forward, mesh_info, type(modules[0]).__name__)
+    check_use(collectives, device, mesh_info.shard_group)
     groups = make_groups(params, policy, mesh_info, device, shard_alignment, granularity)
     move_buffers(managed, device)
     watch_loaded_state()

@@ -17,7 +17,7 @@ from torch.optim.optimizer import (
 
 from . import _torch
 from .buffers import Slot, aligned
-from .collectives import Collectives, default_collectives, fp32_accumulating
+from .collectives import Collectives, check_use, default_collectives, fp32_accumulating
 from .flat_gradient import check_optimizer
 from .group import ParamGroup
 from .precision import MixedPrecisionPolicy
@@ -314,6 +314,8 @@ def use_collectives(units: Sequence[Unit], collectives: Collectives | None) -> N
                 f"unit '{unit.fqn}' is in use; set collectives between steps, not between forward "
                 "and backward or after unshard()"
             )
+        for group in unit.groups:
+            check_use(collectives, group.device, group.mesh_info.shard_group)
     for unit in units:
         unit.collectives = collectives
         if unit.policy.bit32_acc_for_bit16_reduce_scatter:

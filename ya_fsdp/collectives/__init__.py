@@ -11,6 +11,7 @@ from .base import (
     Purpose,
     allocator_of,
     check_collectives,
+    check_use,
     divide_factors,
     dividing,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "YcclHandle",
     "allocator_of",
     "check_collectives",
+    "check_use",
     "default_collectives",
     "divide_factors",
     "dividing",

@@ -114,6 +114,19 @@ def check_collectives(collectives: Any) -> None:
         )
 
 
+def check_use(collectives: Any, device: torch.device, group: dist.ProcessGroup) -> None:
+    """Lets a back end refuse a device or a group before anything depends on it.
+
+    One that can not work everywhere has a method ``check_use(device, group)`` that raises what
+    says so. All ranks of the group call it at the same time, when parameters are sharded or
+    ``set_collectives`` is called.
+    """
+    while collectives is not None:
+        if hasattr(collectives, "check_use"):
+            collectives.check_use(device, group)
+        collectives = getattr(collectives, "inner", None)
+
+
 class DividingCollectives(Collectives, Protocol):
     """What a back end may offer beyond :class:`Collectives`: sums divided by any number.
 

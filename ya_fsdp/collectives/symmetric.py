@@ -72,8 +72,8 @@ class SymmetricMemoryCollectives:
     torch (``TORCH_SYMM_MEM_DISABLE_MULTICAST``) unless the variable is set.
 
     Raises:
-        RuntimeError: From :meth:`allocate` for devices other than CUDA, and from the first
-            collective of a group that spans hosts or can not map memory.
+        RuntimeError: From :meth:`check_use` for devices other than CUDA and groups that span hosts,
+            and from the first collective of a group that can not map memory.
     """
 
     name = "symmetric memory"
@@ -88,11 +88,7 @@ class SymmetricMemoryCollectives:
 
     def allocate(self, num_bytes: int, device: torch.device, purpose: Purpose) -> Tensor:
         """See :class:`Collectives`; what ranks allocate must have the same sizes in order."""
-        if device.type != "cuda":
-            raise RuntimeError(
-                f"SymmetricMemoryCollectives needs CUDA devices, the parameters are on "
-                f"{device.type}; leave collectives=None (torch.distributed) there"
-            )
+        _refuse_other_devices(device)
         tensor = _torch_memory.symmetric_buffer(num_bytes, device)
         address = tensor.data_ptr()
         buffer = _Buffer(weakref.ref(tensor), num_bytes)
@@ -192,6 +188,11 @@ class SymmetricMemoryCollectives:
         copy.copy_(input.view(torch.uint8))
         return copy, buffer
 
+    def check_use(self, device: torch.device, group: dist.ProcessGroup) -> None:
+        """See :func:`ya_fsdp.collectives.check_use`."""
+        _refuse_other_devices(device)
+        self._check(group)
+
     def _check(self, group: dist.ProcessGroup) -> None:
         """Refuses a group over several hosts, whose ranks would wait for each other in vain."""
         if group in self._checked:
@@ -205,6 +206,14 @@ class SymmetricMemoryCollectives:
                 "leave collectives=None (torch.distributed)"
             )
         self._checked.add(group)
+
+
+def _refuse_other_devices(device: torch.device) -> None:
+    if device.type != "cuda":
+        raise RuntimeError(
+            f"SymmetricMemoryCollectives needs CUDA devices, the parameters are on {device.type}; "
+            "leave collectives=None (torch.distributed) there"
+        )
 
 
 def _others(group: dist.ProcessGroup) -> list[int]:
