@@ -283,9 +283,9 @@ def test_a_yccl_handle_gets_colours_and_profiling(monkeypatch: pytest.MonkeyPatc
 
 
 def no_gpu_for_it(rank: int, world: int) -> None:
-    model, _ = pair(MLP, leaf, collectives=SymmetricMemoryCollectives())
     with pytest.raises(RuntimeError, match=r"needs CUDA devices.*leave collectives=None"):
-        model(inputs(world)[rank])
+        pair(MLP, leaf, collectives=SymmetricMemoryCollectives())
+    model, _ = pair(MLP, leaf)
     model.set_collectives(NcclBufferCollectives())
     recorded: list[str] = []
     logger = logging.getLogger("ya_fsdp")
