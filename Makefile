@@ -66,6 +66,7 @@ benchmarks: setup
 	$(BIN)/python -m benchmarks.budget --out runs/budget.jsonl
 	$(BIN)/python -m benchmarks.optimizer --out runs/optimizer.jsonl
 	$(BIN)/python -m benchmarks.checkpoint --out runs/checkpoint.jsonl
+	$(BIN)/python -m benchmarks.wire --out runs/wire.jsonl
 	$(BIN)/python -m benchmarks.report runs/*.jsonl
 
 lint: setup

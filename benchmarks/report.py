@@ -252,6 +252,27 @@ def _optimizer(records: list[Record]) -> list[str]:
     return ["## Clipping and the optimizer", "", *table(header, rows)]
 
 
+def _kernels(records: list[Record]) -> list[str]:
+    header = (
+        "kernel", "copies GB/s", "elements", "bound us", "Triton us", "of bandwidth", "torch us",
+        "of bandwidth",
+    )  # fmt: skip
+    rows = [
+        [
+            record["kernel"],
+            _number(record["copies_gb_s"], 0),
+            f"{record['elements'] / 1e6:.0f}M",
+            _number(record["bound_us"], 0),
+            _number(record["triton_us"], 0),
+            _number(record["bound_us"] / record["triton_us"], 2),
+            _number(record["torch_us"], 0),
+            _number(record["bound_us"] / record["torch_us"], 2),
+        ]
+        for record in records
+    ]
+    return ["## Kernels beside collectives", "", *table(header, rows)]
+
+
 _KINDS: tuple[tuple[str, Callable[[list[Record]], list[str]]], ...] = (
     # A key that no other script's records have, and what writes them.
     ("network", _emulated),
@@ -263,6 +284,7 @@ _KINDS: tuple[tuple[str, Callable[[list[Record]], list[str]]], ...] = (
     ("sharded_elements", _sharding),
     ("save_s", _checkpoint),
     ("optimizer_row", _optimizer),
+    ("triton_us", _kernels),
 )
 
 

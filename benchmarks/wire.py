@@ -1,19 +1,24 @@
 """Time of the kernels beside collectives against the time their bytes take.
 
-    python -m benchmarks.wire                # a table for docs/performance.md
+    python3 -m benchmarks.wire --out runs/wire.jsonl
 
 The bound is what the device copies per second, measured with one large copy.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from statistics import median
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import Tensor
 
+from benchmarks.measure import environment
+from benchmarks.report import render
 from ya_fsdp import kernels
 from ya_fsdp.quantised import parts, row_bytes
 
@@ -69,30 +74,39 @@ def dequantise_case(ranks: int, numel: int, dtype: torch.dtype) -> tuple[int, li
     return moved, [seconds(lambda way=way: way(output, values, scales)) for way in ways]  # type: ignore[misc]
 
 
-def main() -> None:
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    if kernels.triton_kernels() is None:
-        raise SystemExit("Triton is not installed")
-    peak = bandwidth()
-    print(f"{torch.cuda.get_device_name()}, copies at {peak / 1e9:.0f} GB/s\n")
-    print("| kernel | elements | bound, us | Triton, us | of bound | torch, us | of bound |")
-    print("|---|---|---|---|---|---|---|")
+def measured(peak: float) -> Iterator[dict[str, Any]]:
+    """A row for every kernel and shape, times in microseconds."""
     unit = 202_375_168  # elements of one block of a 7B model
-    cases = []
+    shared = environment(torch.device("cuda")) | {"copies_gb_s": peak / 1e9, "elements": unit}
+
+    def row(kernel: str, moved: int, times: list[float]) -> dict[str, Any]:
+        triton, by_torch = (each * 1e6 for each in times)
+        bound = moved / peak * 1e6
+        return {**shared, "kernel": kernel, "bound_us": bound} | {
+            "triton_us": triton,
+            "torch_us": by_torch,
+        }
+
     for ranks in (8, 64, 256):
         for out in (torch.float32, torch.bfloat16):
             name = f"sum of {ranks} bf16 rows to {str(out).removeprefix('torch.')}"
-            cases.append((name, unit, sum_case(ranks, unit // ranks // 256 * 256, out)))
+            yield row(name, *sum_case(ranks, unit // ranks // 256 * 256, out))
     for dtype in (torch.float8_e4m3fn, torch.int8):
         name = f"{str(dtype).removeprefix('torch.')} rows of 64 ranks to bf16"
-        cases.append((name, unit, dequantise_case(64, unit // 64 // 256 * 256, dtype)))
-    for name, numel, (moved, (triton, by_torch)) in cases:
-        bound = moved / peak
-        print(
-            f"| {name} | {numel / 1e6:.0f}M | {bound * 1e6:.0f} | {triton * 1e6:.0f} | "
-            f"{bound / triton:.2f} | {by_torch * 1e6:.0f} | {bound / by_torch:.2f} |"
-        )
+        yield row(name, *dequantise_case(64, unit // 64 // 256 * 256, dtype))
+
+
+def main(out: Annotated[Path | None, typer.Option(help="Append JSON lines here.")] = None) -> None:
+    """Measure and print a table."""
+    if kernels.triton_kernels() is None:
+        raise SystemExit("Triton is not installed")
+    records = list(measured(bandwidth()))
+    typer.echo(render(records))
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with out.open("a") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,7 +25,7 @@ from tests.distributed.models import (
     sgd_pair,
 )
 from tests.harness import WorkerPool, test_device
-from ya_fsdp import MixedPrecisionPolicy, fully_shard
+from ya_fsdp import MixedPrecisionPolicy, fully_shard, fused_linear
 from ya_fsdp.build import state_of
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -341,6 +342,32 @@ def only_plain_linears(rank: int, world: int) -> None:
 
 def test_other_layers_and_autocast_go_the_ordinary_way(any_pool: WorkerPool) -> None:
     any_pool.run(only_plain_linears)
+
+
+def say_it_once(rank: int, world: int) -> None:
+    fused_linear._said.clear()
+    said: list[str] = []
+    logger, handler = logging.getLogger("ya_fsdp"), logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)).to(test_device())
+        policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
+        fully_shard(model, fused_weight_gradients=True, mp_policy=policy)
+        for _ in range(2):
+            loss(model, inputs(world)[rank]).backward()
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    said = [message for message in said if "fused_weight_gradients" in message]
+    assert len(said) == (test_device().type == "cpu"), said
+    assert not said or "no product of torch.bfloat16 into torch.float32 on cpu" in said[0]
+
+
+def test_a_device_without_the_product_is_said_once(world2: WorkerPool) -> None:
+    world2.run(say_it_once)
 
 
 def grad_calls(rank: int, world: int) -> None:

@@ -79,3 +79,10 @@ def test_all_kinds_go_into_one_report_with_a_panel_each(tmp_path: Path) -> None:
 def test_a_record_of_nobody_is_named() -> None:
     with pytest.raises(ValueError, match=r"\['date', 'device', 'torch', 'weather'\]"):
         render([{"date": "2026-12-01", "device": "CPU", "torch": "2.13", "weather": 1}])
+
+
+def test_kernels_are_shown_as_parts_of_the_bandwidth() -> None:
+    shared = {"date": "2026-12-01 00:00:00Z", "device": "a GPU", "torch": "2.11"}
+    record = {**shared, "kernel": "a sum", "copies_gb_s": 4000.0, "elements": 2_000_000}
+    text = render([{**record, "bound_us": 90.0, "triton_us": 100.0, "torch_us": 1000.0}])
+    assert "| a sum | 4000 | 2M | 90 | 100 | 0.90 | 1000 | 0.09 |" in text
