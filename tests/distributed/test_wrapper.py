@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 
 from tests.distributed.test_gradients import counted
 from tests.harness import WorkerPool, test_device
-from ya_fsdp import YaFSDP, YaFSDPModule, fully_shard
+from ya_fsdp import YaFSDP, YaFSDPModule, checkpoint, fully_shard
 from ya_fsdp.build import schedule_of, state_of
 from ya_fsdp.collectives import C10dCollectives
 from ya_fsdp.flat import groups_of
@@ -589,6 +590,44 @@ def refuse_foreign_state(rank: int, world: int) -> None:
         wrap(network(layers=2)).load_state_dict(local)
     with pytest.raises(ValueError, match="ya-fsdp convert"):
         model.load_state_dict({"main_parameter": torch.zeros(3)})
+
+
+def resume(rank: int, world: int, folder: str) -> None:
+    """Two steps and a save on two ranks, or two more steps by both interfaces on three."""
+
+    def step(model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
+        loss_of(model, tokens(number, 0)).backward()
+        optimizer.step()
+        model.zero_grad()
+
+    reference = network()
+    theirs = torch.optim.AdamW(reference.parameters(), lr=0.01)
+    for number in range(4 if world == 3 else 2):
+        step(reference, theirs, number)
+    for model in (wrap(network()), fully_shard(network()))[: world - 1]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        if world == 3:
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.zero_()
+            checkpoint.load(folder, model, optimizer)
+        for number in (2, 3) if world == 3 else (0, 1):
+            step(model, optimizer, number)
+        if world == 2:
+            checkpoint.save(folder, model, optimizer, step=2)
+        inner = model.module if isinstance(model, YaFSDP) else model
+        for ours, truth in zip(
+            inner.state_dict().values(), reference.state_dict().values(), strict=True
+        ):
+            whole = ours.full_tensor() if hasattr(ours, "full_tensor") else ours
+            torch.testing.assert_close(whole, truth, atol=1e-5, rtol=1e-4)
+
+
+def test_a_run_resumes_on_other_ranks_and_under_the_other_interface(
+    world2: WorkerPool, world3: WorkerPool, tmp_path: Path
+) -> None:
+    world2.run(resume, str(tmp_path))
+    world3.run(resume, str(tmp_path))
 
 
 def test_a_local_state_dict_of_something_else_is_refused(world2: WorkerPool) -> None:

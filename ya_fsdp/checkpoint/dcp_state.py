@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..ragged import RaggedShardDTensor
-from .entries import model_state
+from .entries import model_state, unwrapped
 from .optimizer_state import get_named
 from .peers import CheckpointError, Peers
 
@@ -48,6 +48,7 @@ def collect(model: nn.Module, optimizer: Optimizer | None, extra: Any) -> State:
     Raises:
         CheckpointError: If something is on the meta device or can not be saved.
     """
+    model = unwrapped(model)
     state = model_state(model)
     values: dict[str, Any] = dict(state.others)
     for entry in state.entries:

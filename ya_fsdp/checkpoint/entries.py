@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -87,6 +87,13 @@ def model_state(model: nn.Module) -> ModelState:
         names.append(name)
     entries = [Entry(tuple(names), tensor) for names, tensor in found.values()]
     return ModelState(entries, others, order)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The sharded model inside of a ``YaFSDP``, whose own state dict is whole and on few ranks."""
+    inner = getattr(model, "module", None)
+    is_wrapper = hasattr(model, "local_state_dict") and isinstance(inner, nn.Module)
+    return cast(nn.Module, inner) if is_wrapper else model
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:

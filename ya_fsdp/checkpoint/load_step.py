@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.optim import Optimizer
 
 from .dcp_state import EXTRA_FILE, alone
-from .entries import ModelState, compare, model_state, set_extra_state
+from .entries import ModelState, compare, model_state, set_extra_state, unwrapped
 from .manifest import Manifest, verify_files
 from .optimizer_state import by_name, compare_groups, set_named, template
 from .peers import CheckpointError, Peers
@@ -39,6 +39,7 @@ def load_step(
 ) -> Loaded:
     """Checks one checkpoint and reads it into model and optimizer; see ``load``."""
     what = f"load({path})"
+    model = unwrapped(model)
     with peers.together(what):
         manifest = Manifest.read(path)
         names = list(manifest.files)[peers.rank :: peers.size]
