@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from . import _torch, watchdog
@@ -158,6 +160,25 @@ class Gathering:
                 output = group.gather_output
                 if output is not None and output.is_floating_point():
                     output.fill_(float("nan"))
+
+    def abandon_interrupted(self, units: Sequence[Unit]) -> bool:
+        """Leaves all buffers to a collective that was interrupted and may still be running.
+
+        Its handle is lost when an interrupt comes between the call that started it and the wait.
+
+        Returns:
+            Whether there was one.
+        """
+        if self.trail.current is None:
+            return False
+        self.trail.current = None
+        self.pool.slots.clear()
+        self.pool.dirty = True
+        for unit in units:
+            unit.slot = None
+            for group in unit.groups:
+                group.grads.shard.forget()
+        return True
 
     def end_backward(self, unit: Unit) -> None:
         """Ends the backward of a unit whose slot another one needs; the schedule knows how."""

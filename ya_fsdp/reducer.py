@@ -80,8 +80,7 @@ class Reducer:
         for slot in self.slots:
             slot.content = None  # half filled, perhaps
         for unit in self.accumulating:
-            for group in unit.groups:
-                group.grads.drop()
+            unit.drop_gradients()
         self.accumulating.clear()
 
     def reduce(self, unit: Unit, *, unused_too: bool = False) -> None:

@@ -130,18 +130,17 @@ class Schedule(Gathering):
         """Returns every unit to idle: an exception may have ended a forward or a backward."""
         if self._in_backward:
             for unit in self.units:
-                for group in unit.groups:
-                    group.grads.drop()
+                unit.drop_gradients()
             self._active.clear()
-            self._callback = None
             self.reducer.reset()
-            self._in_backward = False
+            self._callback, self._in_backward = None, False
+        if self.abandon_interrupted(self.units):
+            self.reducer.drop_slots()
         self.open_calls = 0
         for unit in self.units:
             unit.calls = 0
             if unit.phase is not Phase.IDLE:
-                for group in unit.groups:
-                    group.grads.drop()
+                unit.drop_gradients()
                 unit.phase = Phase.IDLE
                 self.release(unit)
             elif unit.switched and not unit.held:

@@ -282,6 +282,11 @@ class Unit:
                     "(after reshard(), with torch.no_grad()), or load them with load_state_dict."
                 )
 
+    def drop_gradients(self) -> None:
+        """Forgets gradients that were never reduced (after an exception)."""
+        for group in self.groups:
+            group.grads.drop()
+
     def mark_stale(self) -> None:
         """The slot goes to another unit: a backward that still needs the old bytes must raise."""
         for group in self.groups:
@@ -366,8 +371,7 @@ def refuse_left_behind(units: Sequence[Unit]) -> None:
     if not found:
         return
     for unit in found:
-        for group in unit.groups:
-            group.grads.drop()
+        unit.drop_gradients()
     raise RuntimeError(
         f"a backward pass reached parameters of unit '{found[0].fqn}' but no output of any unit, "
         "so their gradients were not reduced and the last step went without them. Return the "

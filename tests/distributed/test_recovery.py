@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import sys
+import threading
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,8 @@ from tests.distributed.models import (
     train_step,
 )
 from tests.harness import WorkerPool, uses_nccl
-from ya_fsdp import fully_shard
+from ya_fsdp import YaFSDPModule, fully_shard
+from ya_fsdp.collectives import C10dCollectives
 from ya_fsdp.debug import memory_report
 
 
@@ -363,6 +366,73 @@ def interrupt_everywhere(rank: int, world_size: int, name: str, stride: int) -> 
 @pytest.mark.parametrize("name", ["leaf", "nested"])
 def test_training_goes_on_after_an_interrupt_at_any_line(world2: WorkerPool, name: str) -> None:
     world2.run(interrupt_everywhere, name, 37)
+
+
+class Interrupted(C10dCollectives):
+    """Is interrupted once between a collective's start and its end, which comes later."""
+
+    def __init__(self) -> None:
+        self.left = -1
+        self.threads: list[threading.Thread] = []
+
+    def _maybe(self, output: Tensor) -> None:
+        self.left -= 1
+        if self.left == 0:
+            late = threading.Thread(target=self._write_late, args=(output.detach(),))
+            self.threads.append(late)
+            late.start()
+            raise KeyboardInterrupt
+
+    @staticmethod
+    def _write_late(output: Tensor) -> None:
+        for _ in range(40):
+            time.sleep(0.002)
+            with torch.no_grad():
+                output.fill_(7.0)
+
+    def all_gather(self, output: Tensor, input: Tensor, group: Any) -> None:
+        self._maybe(output)
+        super().all_gather(output, input, group)
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, average: bool, group: Any) -> None:
+        self._maybe(output)
+        super().reduce_scatter(output, input, average, group)
+
+
+def late_writes(rank: int, world_size: int, name: str) -> None:
+    collectives = Interrupted()
+
+    def shard(model: nn.Module) -> nn.Module:
+        sharded = SHARDINGS[name](model)
+        for module in sharded.modules():
+            if isinstance(module, YaFSDPModule):
+                module.set_collectives(collectives)
+        return sharded
+
+    model, reference = pair(lambda: MLP(2), shard)
+    xs = inputs(world_size)
+    for _ in range(2):
+        train_step(model, reference, rank, xs)
+    collectives.left = 10**6
+    train_step(model, reference, rank, xs)
+    count = 10**6 - collectives.left
+    for at in range(1, count + 1):
+        collectives.left = at
+        with pytest.raises(KeyboardInterrupt):
+            loss(model, xs[rank]).backward()
+        model.zero_grad()
+        for _ in range(2):
+            train_step(model, reference, rank, xs)
+        for late in collectives.threads:
+            late.join()
+        train_step(model, reference, rank, xs)
+
+
+@pytest.mark.parametrize("name", ["leaf", "nested"])
+def test_a_collective_that_goes_on_after_an_interrupt_writes_into_nothing_that_is_used(
+    world2: WorkerPool, name: str
+) -> None:
+    world2.run(late_writes, name)
 
 
 class TooLarge(MLP):
