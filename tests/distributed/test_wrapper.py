@@ -611,10 +611,15 @@ def resume(rank: int, world: int, folder: str) -> None:
                 for param in model.parameters():
                     param.zero_()
             checkpoint.load(folder, model, optimizer)
+            states = checkpoint.get_full_optimizer_state_dict(model, optimizer)
+            checkpoint.load_full_optimizer_state_dict(model, optimizer, states)
+            checkpoint.load_safetensors(model, f"{folder}/hub")
+            checkpoint.load_full_state_dict(model, checkpoint.get_full_state_dict(model))
         for number in (2, 3) if world == 3 else (0, 1):
             step(model, optimizer, number)
         if world == 2:
             checkpoint.save(folder, model, optimizer, step=2)
+            checkpoint.save_safetensors(model, f"{folder}/hub")
         inner = model.module if isinstance(model, YaFSDP) else model
         for ours, truth in zip(
             inner.state_dict().values(), reference.state_dict().values(), strict=True

@@ -22,6 +22,7 @@ from .entries import (
     model_state,
     plain_name,
     set_extra_state,
+    unwrapped,
     write_whole,
 )
 from .peers import Peers
@@ -53,6 +54,7 @@ def get_full_state_dict(
     Raises:
         CheckpointError: If some rank does not make the call.
     """
+    model = unwrapped(model)
     peers = Peers(process_group)
     peers.arrive("get_full_state_dict")
     return collect(model, keep=peers.leads or not rank0_only, cpu_offload=cpu_offload)
@@ -168,6 +170,7 @@ def load_full_state_dict(
         CheckpointError: On every rank, if names (with ``strict``) or shapes do not fit; the model
             is then unchanged.
     """
+    model = unwrapped(model)
     peers = Peers(process_group)
     peers.arrive("load_full_state_dict")
     given: dict[str, Any] = {}

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .entries import unwrapped
 from .full import describe_tensors, spread, whole_of
 from .optimizer_state import (
     Named,
@@ -52,6 +53,7 @@ def get_full_optimizer_state_dict(
         CheckpointError: If some rank does not make the call, or state of a sharded parameter is
             neither sharded like it nor one number.
     """
+    model = unwrapped(model)
     peers = Peers(process_group)
     peers.arrive("get_full_optimizer_state_dict")
     with peers.together("get_full_optimizer_state_dict"):
@@ -88,6 +90,7 @@ def load_full_optimizer_state_dict(
     Raises:
         CheckpointError: On every rank, if the state does not fit; the optimizer is then unchanged.
     """
+    model = unwrapped(model)
     peers = Peers(process_group)
     peers.arrive("load_full_optimizer_state_dict")
     given: Mapping[str, Any] = {}

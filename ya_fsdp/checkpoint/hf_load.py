@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..ragged import RaggedShardDTensor, piece_boxes
-from .entries import Entry, LoadResult, ModelState, compare, model_state, write_whole
+from .entries import Entry, LoadResult, ModelState, compare, model_state, unwrapped, write_whole
 from .peers import CheckpointError, Peers
 from .safetensors_files import Reader, find_files
 
@@ -48,6 +48,7 @@ def load_safetensors(
         CheckpointError: On every rank, if a file is missing, truncated or none of safetensors, or
             names (with ``strict``) or shapes do not fit; the model is then unchanged.
     """
+    model = unwrapped(model)
     peers = Peers(process_group)
     peers.arrive("load_safetensors")
     state = model_state(model)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .entries import Entry, model_state
+from .entries import Entry, model_state, unwrapped
 from .full import Gather, gather_entries, plan_gathers
 from .peers import CheckpointError, Peers
 from .safetensors_files import INDEX, SINGLE, nbytes, parse_size, scratch, write_file
@@ -65,6 +65,7 @@ def save_safetensors(
     """
     limit = parse_size(max_shard_size)
     place = Path(folder)
+    model = unwrapped(model)
     peers = Peers(process_group)
     peers.arrive("save_safetensors")
     what = f"save_safetensors({folder})"
