@@ -24,6 +24,7 @@ from ya_fsdp import (
     set_reduce_unused,
     set_resident_budget,
 )
+from ya_fsdp.build import schedule_of
 
 WIDTH, HIDDEN, TOKENS = 7, 13, 11
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -47,6 +48,7 @@ class Case:
         stays: ZeRO-1 and 2: units stay gathered between microbatches.
         buffers: Gather buffers and gradient buffers.
         first_only: Whether rank 0 alone uses the branch.
+        short: Whether memory is always short on the last rank.
     """
 
     replicas: int = 0
@@ -63,6 +65,7 @@ class Case:
     stays: bool = False
     buffers: tuple[int, int] = (2, 1)
     first_only: bool = False
+    short: bool = False
 
     @property
     def tolerance(self) -> float:
@@ -97,6 +100,7 @@ def cases(world: int) -> st.SearchStrategy[Case]:
         stays=st.booleans(),
         buffers=st.tuples(st.integers(1, 3), st.integers(1, 3)),
         first_only=st.booleans(),
+        short=st.booleans(),
     ).filter(lambda case: allowed(case, world))
 
 
@@ -234,6 +238,10 @@ def run(rank: int, world: int, case: Case) -> None:
     if case.budget is not None:
         size = sum(p.numel() * 4 for p in model.parameters())
         set_resident_budget(model, size * case.budget // 3)
+        if case.short and rank == world - 1:
+            reserve = schedule_of(model).reserve
+            for layer in model.layers:
+                layer.register_forward_hook(lambda *_: (reserve.make_room(), None)[1])
     for step in range(3):
         redraw(model, reference, step)
         for each in (model, reference):
