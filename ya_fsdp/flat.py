@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from .build import groups_of
@@ -14,7 +14,8 @@ from .checks import check_callable, check_type
 from .grad_shard import FlatPiece
 from .group import ParamGroup
 
-Groups = tuple[dist.ProcessGroup, ...]
+logger = logging.getLogger("ya_fsdp")
+
 Key = Callable[[str, nn.Parameter], Hashable]
 
 
@@ -179,6 +180,12 @@ def load_flat_optimizer_state_dict(
     pieces = _pieces(model)
     names = _names(model)
     saved = state_dict["state"]
+    if not any(saved.values()):
+        logger.warning(
+            "the optimizer state that is loaded is empty, so the optimizer begins anew; "
+            "torch.distributed.checkpoint.load fills only state that is there: use "
+            "ya_fsdp.checkpoint.load, or read into the state of an optimizer that has stepped"
+        )
     for options, old in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         options.update({k: v for k, v in old.items() if k != "params"})
         for param in options["params"]:

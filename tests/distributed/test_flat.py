@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -239,6 +240,35 @@ class Lion(torch.optim.Optimizer):
             param.data.add_(param.grad.sign(), alpha=-0.1)
 
 
+def said_by_us(action: Callable[[], object]) -> list[str]:
+    """Warnings that the library logs meanwhile."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ya_fsdp").addHandler(handler)
+    try:
+        action()
+    finally:
+        logging.getLogger("ya_fsdp").removeHandler(handler)
+    return said
+
+
+def nothing_loaded(rank: int, world: int) -> None:
+    model, _ = pair(MLP, nested)
+    optimizer = torch.optim.AdamW(flat_parameters(model), lr=1e-2)
+    empty = flat_optimizer_state_dict(model, optimizer)
+    (message,) = said_by_us(lambda: load_flat_optimizer_state_dict(model, optimizer, empty))
+    assert "begins anew" in message
+    loss(model, inputs(world)[rank]).backward()
+    optimizer.step()
+    full_state = flat_optimizer_state_dict(model, optimizer)
+    assert not said_by_us(lambda: load_flat_optimizer_state_dict(model, optimizer, full_state))
+
+
+def test_loading_an_empty_optimizer_state_is_warned_of(world2: WorkerPool) -> None:
+    world2.run(nothing_loaded)
+
+
 def optimizers_beyond_elements(rank: int, world: int) -> None:
     model, reference = pair(MLP, nested)
     flat = flat_parameters(model)
@@ -251,14 +281,8 @@ def optimizers_beyond_elements(rank: int, world: int) -> None:
             with pytest.raises(ValueError, match=rf"{kind.__name__}.*model\.parameters\(\)"):
                 optimizer.step(lambda: loss(model, x[rank]))
     assert all(torch.equal(p, full(q)) for p, q in zip(before, model.parameters(), strict=True))
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ya_fsdp").addHandler(handler)
     lion = Lion(flat, {})
-    for _ in range(2):
-        lion.step()
-    logging.getLogger("ya_fsdp").removeHandler(handler)
+    said = said_by_us(lion.step) + said_by_us(lion.step)
     assert len(said) == 1
     assert said[0].startswith("Lion updates flat parameters")
     reference_backward(reference, x)

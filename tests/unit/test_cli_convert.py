@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from typer.testing import CliRunner
 
+import ya_fsdp
 from ya_fsdp.cli.app import app
 from ya_fsdp.cli.classic import join
 from ya_fsdp.cli.classic_optimizer import join_optimizer
@@ -413,3 +414,8 @@ def test_without_typer_the_command_says_what_to_install(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert done.stderr == "the ya-fsdp command needs typer: pip install typer\n"
+
+
+def test_the_command_tells_its_version() -> None:
+    told = CliRunner().invoke(app, ["--version"])
+    assert told.output == f"ya-fsdp {ya_fsdp.__version__}\n"

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from ya_fsdp import __version__
+
 from .convert import ConversionError, convert_folder
 
 app = typer.Typer(
@@ -18,8 +20,19 @@ app = typer.Typer(
 )
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"ya-fsdp {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def tools() -> None:
+def tools(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None:
     """Tools that go with the library."""
 
 
