@@ -272,7 +272,9 @@ def _send(schedule: Schedule, value: int) -> tuple[torch.Tensor, Any]:
     infos = [group.mesh_info for unit in schedule.units for group in unit.groups]
     streams.comm_waits_for_compute()
     with streams.on_comm():
-        values = torch.tensor(value, dtype=torch.int64).to(streams.device)
+        values = torch.full(
+            (), value, dtype=torch.int64, device=streams.device
+        )  # no copy to wait for
         agreed(infos, values, dist.ReduceOp.MIN)
         if not streams.asynchronous:
             return values, None
