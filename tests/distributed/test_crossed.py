@@ -266,7 +266,7 @@ def run(rank: int, world: int, case: Case) -> None:
 # YA_FSDP_TEST_EXAMPLES=300 looks for combinations that nobody has tried yet.
 EXAMPLES = int(os.environ.get("YA_FSDP_TEST_EXAMPLES", "0"))
 QUICK = settings(
-    max_examples=EXAMPLES or 5,
+    max_examples=EXAMPLES or 3,
     deadline=None,
     derandomize=not EXAMPLES,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
