@@ -103,7 +103,7 @@ class Trail:
         total: Collectives completed (or enqueued, on a GPU) so far.
         last: The last of them.
         current: The unit whose collective the host is waiting for.
-        left: Where this rank last left the order of the step before, in words.
+        left: What may have taken this rank out of step with others, in words.
     """
 
     def __init__(self) -> None:
@@ -152,6 +152,10 @@ class Trail:
         """Remembers that this rank runs ``unit`` where the last iteration ran ``before``."""
         there = f"ran '{before[0].fqn}'" if before else "had ended"
         self.left = f"it ran '{unit.fqn}' where the step before {there}"
+
+    def go_on_after_exception(self) -> None:
+        """Remembers that an exception cut a forward or backward short, here at least."""
+        self.left = f"an exception ended a pass of it after {self.total} collectives"
 
     def completes_with(self, event: Any) -> None:
         """The collective noted last has completed on the device when ``event`` has."""

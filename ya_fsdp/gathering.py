@@ -13,6 +13,7 @@ from .carveout import CarveOut
 from .collectives import Collectives
 from .pool import GatherPool
 from .reserve import Reserve
+from .scratch import leave_scratch
 from .streams import Streams
 from .unit import Unit, optimizer_steps
 
@@ -174,8 +175,11 @@ class Gathering:
         self.trail.current = None
         self.pool.slots.clear()
         self.pool.dirty = True
+        leave_scratch()
         for unit in units:
             unit.slot = None
+            if unit.secondary is not None:
+                unit.secondary.forget()
             for group in unit.groups:
                 group.grads.shard.forget()
         return True

@@ -68,6 +68,7 @@ class Reducer:
 
     def reset(self) -> None:
         """After an exception: nothing is in flight that anybody waits for."""
+        self.trail.go_on_after_exception()
         self.streams.comm_waits_for_across()
         self.streams.compute_waits_for_comm()
         for unit in self._touched:

@@ -151,6 +151,7 @@ class Schedule(Gathering):
         self.post_forward(unit, False)
         self.open_calls = open_calls
         if not open_calls and not self.backward_alive():
+            self.trail.go_on_after_exception()
             self.recover()
 
     def pre_forward(self, unit: Unit) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from weakref import WeakSet
+
 import torch
 from torch import Tensor
 
 from . import _torch
+
+_ALL: WeakSet[Scratch] = WeakSet()
 
 
 class Scratch:
@@ -13,6 +17,7 @@ class Scratch:
 
     def __init__(self) -> None:
         self.buffers: dict[tuple[torch.device, int], Tensor] = {}
+        _ALL.add(self)
 
     def take(self, num_bytes: int, device: torch.device) -> Tensor:
         """``num_bytes`` bytes, in use until the next call on the current stream."""
@@ -23,6 +28,12 @@ class Scratch:
                 buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
             self.buffers[key] = buffer
         return buffer[:num_bytes]
+
+
+def leave_scratch() -> None:
+    """Leaves all scratch memory to an operation that may still be writing into it."""
+    for scratch in _ALL:
+        scratch.buffers.clear()
 
 
 def stream_id(device: torch.device) -> int:

@@ -136,6 +136,11 @@ class SecondaryShard:
                 mine = self._slices[group] = torch.empty_like(like)
         return mine
 
+    def forget(self) -> None:
+        """Leaves the slices to whoever writes into them."""
+        self.stamp = -1
+        self._slices.clear()
+
     def buffers(self) -> Sequence[Tensor]:
         """The slices that exist."""
         return list(self._slices.values())

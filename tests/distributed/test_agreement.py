@@ -278,6 +278,35 @@ def test_a_collective_that_gets_stuck_ends_with_where_every_rank_stands(
     assert "a secret of the environment" not in text and "SOME_TOKEN" not in text
 
 
+def raise_and_tell(rank: int, world_size: int, where: str) -> list[str]:
+    model, _ = pair(MLP)
+    x = inputs(world_size)[rank]
+    loss(model, x).backward()
+    trail = schedule_of(model).trail
+    said = [trail.status()]
+
+    def raises(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    def register(_: Any, args: Any, output: Tensor) -> None:
+        raises() if where == "forward" else output.register_hook(raises)
+
+    handle = model.layers[1].register_forward_hook(register)
+    with pytest.raises(ZeroDivisionError):
+        loss(model, x).backward()
+    handle.remove()
+    return [*said, trail.status()]
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_where_a_rank_stands_tells_of_an_exception_that_cut_its_pass_short(
+    world2: WorkerPool, where: str
+) -> None:
+    for before, after in world2.run(raise_and_tell, where):
+        assert "exception" not in before
+        assert re.search(r"; an exception ended a pass of it after \d+ collectives", after)
+
+
 class FakeEvent:
     """Says whether the device has passed it."""
 

@@ -8,12 +8,14 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, Dataset
 
 import ya_fsdp
@@ -25,15 +27,15 @@ from tests.distributed.models import (
     WIDTH,
     Block,
     assert_none_stale,
+    full,
     inputs,
     loss,
     pair,
     sgd_pair,
     train_step,
 )
-from tests.harness import WorkerPool, uses_nccl
-from ya_fsdp import YaFSDPModule, fully_shard
-from ya_fsdp.collectives import C10dCollectives
+from tests.harness import WorkerPool, test_device, uses_nccl
+from ya_fsdp import MixedPrecisionPolicy, _torch, fully_shard
 from ya_fsdp.debug import memory_report
 
 
@@ -319,8 +321,7 @@ PACKAGE = str(Path(ya_fsdp.__file__).parent)
 class Interrupt:
     """A trace function that raises KeyboardInterrupt at the n-th line of the package.
 
-    The file of private torch names is left out: between the start of a collective and the wait for
-    it lies one line, and what gloo's own thread writes after that can not be called back.
+    Between the start of a collective and the wait for it, too, where gloo's own thread writes on.
     """
 
     def __init__(self, at: int) -> None:
@@ -329,7 +330,7 @@ class Interrupt:
 
     def __call__(self, frame: Any, event: str, arg: Any) -> Any:
         name = frame.f_code.co_filename
-        return self.line if name.startswith(PACKAGE) and not name.endswith("_torch.py") else None
+        return self.line if name.startswith(PACKAGE) else None
 
     def line(self, frame: Any, event: str, arg: Any) -> Any:
         if event == "line":
@@ -368,67 +369,98 @@ def test_training_goes_on_after_an_interrupt_at_any_line(world2: WorkerPool, nam
     world2.run(interrupt_everywhere, name, 37)
 
 
-class Interrupted(C10dCollectives):
-    """Is interrupted once between a collective's start and its end, which comes later."""
+class Interrupted:
+    """Interrupts once between a collective's start and its end, which comes later."""
 
-    def __init__(self) -> None:
-        self.left = -1
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls = 0
+        self.at = 0
         self.threads: list[threading.Thread] = []
+        for name in ("all_gather_flat", "reduce_scatter_flat", "all_to_all_flat"):
+            monkeypatch.setattr(_torch, name, self._counted(getattr(_torch, name)))
 
-    def _maybe(self, output: Tensor) -> None:
-        self.left -= 1
-        if self.left == 0:
-            late = threading.Thread(target=self._write_late, args=(output.detach(),))
-            self.threads.append(late)
-            late.start()
-            raise KeyboardInterrupt
+    def _counted(self, collective: Callable[..., None]) -> Callable[..., None]:
+        def call(output: Tensor, *args: Any) -> None:
+            self.calls += 1
+            if self.calls == self.at:
+                late = threading.Thread(target=self._write_late, args=(output.detach(),))
+                self.threads.append(late)
+                late.start()
+                raise KeyboardInterrupt
+            collective(output, *args)
+
+        return call
 
     @staticmethod
     def _write_late(output: Tensor) -> None:
         for _ in range(40):
             time.sleep(0.002)
             with torch.no_grad():
-                output.fill_(7.0)
+                output.fill_(7)
 
-    def all_gather(self, output: Tensor, input: Tensor, group: Any) -> None:
-        self._maybe(output)
-        super().all_gather(output, input, group)
+    def count(self, step: Callable[[], Any]) -> int:
+        """Collectives of a step."""
+        self.calls = 0
+        step()
+        return self.calls
 
-    def reduce_scatter(self, output: Tensor, input: Tensor, average: bool, group: Any) -> None:
-        self._maybe(output)
-        super().reduce_scatter(output, input, average, group)
+    def interrupt(self, step: Callable[[], Any], at: int) -> None:
+        """Runs a step until its collective number ``at``."""
+        self.calls, self.at = 0, at
+        with pytest.raises(KeyboardInterrupt):
+            step()
+        self.at = 0
+
+
+LATE: dict[str, tuple[str, dict[str, Any]]] = {
+    "leaf": ("leaf", {}),
+    "nested": ("nested", {}),
+    "summed in 32 bits": (
+        "nested",
+        {
+            "mp_policy": MixedPrecisionPolicy(
+                reduce_dtype=torch.bfloat16, bit32_acc_for_bit16_reduce_scatter=True
+            )
+        },
+    ),
+    "gathered in 8 bits": ("nested", {"mp_policy": MixedPrecisionPolicy(gather_dtype=torch.int8)}),
+    "over replicas": ("nested", {"shard_optimizer_over_replicas": True}),
+}
 
 
 def late_writes(rank: int, world_size: int, name: str) -> None:
-    collectives = Interrupted()
+    sharding, options = LATE[name]
+    if name == "over replicas":
+        axes = ("replicate", "shard")
+        mesh = init_device_mesh(test_device().type, (world_size, 1), mesh_dim_names=axes)
+        options = {**options, "mesh": mesh}
+    model, _ = pair(lambda: MLP(2), SHARDINGS[sharding], **options)
+    x = inputs(world_size)[rank]
 
-    def shard(model: nn.Module) -> nn.Module:
-        sharded = SHARDINGS[name](model)
-        for module in sharded.modules():
-            if isinstance(module, YaFSDPModule):
-                module.set_collectives(collectives)
-        return sharded
-
-    model, reference = pair(lambda: MLP(2), shard)
-    xs = inputs(world_size)
-    for _ in range(2):
-        train_step(model, reference, rank, xs)
-    collectives.left = 10**6
-    train_step(model, reference, rank, xs)
-    count = 10**6 - collectives.left
-    for at in range(1, count + 1):
-        collectives.left = at
-        with pytest.raises(KeyboardInterrupt):
-            loss(model, xs[rank]).backward()
+    def step() -> None:
         model.zero_grad()
+        loss(model, x).backward()
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        interrupted = Interrupted(monkeypatch)
         for _ in range(2):
-            train_step(model, reference, rank, xs)
-        for late in collectives.threads:
-            late.join()
-        train_step(model, reference, rank, xs)
+            step()
+        expected = {n: full(p.grad).clone() for n, p in model.named_parameters()}
+        for at in range(1, interrupted.count(step) + 1):
+            interrupted.interrupt(step, at)
+            wrong = set()
+            for turn in range(4):
+                if turn == 3:
+                    for late in interrupted.threads:
+                        late.join()
+                step()
+                for key, param in model.named_parameters():
+                    if not torch.equal(full(param.grad), expected[key]):
+                        wrong.add(f"{key} in step {turn} after an interrupt in collective {at}")
+            assert not wrong, wrong
 
 
-@pytest.mark.parametrize("name", ["leaf", "nested"])
+@pytest.mark.parametrize("name", LATE)
 def test_a_collective_that_goes_on_after_an_interrupt_writes_into_nothing_that_is_used(
     world2: WorkerPool, name: str
 ) -> None:
