@@ -26,6 +26,7 @@ from transformers import (
     set_seed,
 )
 
+from hf.ending import leave
 from hf.text import Blocks, byte_tokenizer, read_text
 from ya_fsdp.integrations import YaFSDPConfig
 from ya_fsdp.integrations.callbacks import (
@@ -160,3 +161,4 @@ def sample(folder: str, tokenizer: Any, prompt: str = "The ") -> str:
 
 if __name__ == "__main__":
     main()
+    leave()

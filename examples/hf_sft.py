@@ -28,6 +28,7 @@ from transformers import (
 )
 from trl import SFTConfig, SFTTrainer
 
+from hf.ending import leave
 from hf.text import byte_tokenizer, help_chats
 from ya_fsdp.integrations.callbacks import IterationTime, for_transformers
 from ya_fsdp.integrations.transformers import attach
@@ -131,3 +132,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave()
